@@ -82,12 +82,7 @@ def guarded_fit(
 ) -> Any:
     """A call of `model.fit` in a script that knows nothing of memfit, guarded as its supervisor asks.
 
-    Args:
-        plain_fit: Keras's own method, which takes the model first.
-        model: the model.
-        args: of the call.
-        kwargs: of the call.
-        budget: bytes to plan for where the supervisor names none.
+    `plain_fit` is Keras's own method, which takes the model first; `budget` holds where the supervisor names none.
     """
     from memfit.frameworks.keras.guard.callback import FitCallback
 
@@ -226,12 +221,7 @@ class _KerasSteps:
 
 
 class GuardedFit(_KerasSteps):
-    """Guards calls of `fit`, one at a time: a callback tells where Keras is.
-
-    Args:
-        terms: what was asked for.
-        ceilings: findings that guards of one model share.
-    """
+    """Guards calls of `fit`, one at a time: a callback tells where Keras is."""
 
     def __init__(self, terms: Terms, ceilings: Ceilings | None = None) -> None:
         super().__init__(terms, ceilings)
@@ -277,10 +267,6 @@ class KerasTraining(_KerasSteps):
 
     Between calls nobody tells where training is; so before each batch the steps are put back where `compile` or a `fit`
     took them off.
-
-    Args:
-        model: compiled.
-        terms: what was asked for.
     """
 
     def __init__(self, model: Any, terms: Terms) -> None:

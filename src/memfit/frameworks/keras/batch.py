@@ -45,19 +45,12 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as shapes.
+    """A batch as shapes."""
 
-    Args:
-        data: the nesting that `train_step` gets, with a `Spec` for each array.
-        batch_size: the first dimension that all arrays share; None where they share none.
-        make: gives the batch of another size, where the caller has a function for that.
-        any_form: whether what `make` gives may be any nesting, see `read`.
-    """
-
-    data: Any
-    batch_size: int | None
-    make: Callable[[int], Any] | None = None
-    any_form: bool = False
+    data: Any  # the nesting that `train_step` gets, with a `Spec` for each array
+    batch_size: int | None  # the first dimension that all arrays share
+    make: Callable[[int], Any] | None = None  # gives the batch of another size
+    any_form: bool = False  # what `make` gives may be any nesting, see `read`
 
     @property
     def x(self) -> Any:
@@ -95,13 +88,7 @@ class Batch:
 
 
 def open_batch(batch: Any, batch_size: int | None = None, *, any_form: bool = False) -> Batch:
-    """A batch that a user gave, checked, at its own size or the given one.
-
-    Args:
-        batch: arrays, shapes, or a function of the size that makes them.
-        batch_size: replaces its first dimension.
-        any_form: see `read`.
-    """
+    """A batch that a user gave, or a function of its size that makes one, checked, at its own size or the given one."""
     if batch_size is not None and batch_size < 1:
         raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
     if callable(batch) and not hasattr(batch, "shape"):
@@ -111,13 +98,10 @@ def open_batch(batch: Any, batch_size: int | None = None, *, any_form: bool = Fa
 
 
 def read(batch: Any, unknown: int = _DEFAULT_BATCH_SIZE, *, any_form: bool = False) -> Batch:
-    """The shapes of a batch.
+    """The shapes of a batch; `unknown` stands for a first dimension that is None, as that of `keras.Input` is.
 
-    Args:
-        batch: as a user gave it.
-        unknown: stands for a first dimension that is None, as that of `keras.Input` is.
-        any_form: any nesting, whose arrays may have different numbers of samples: a training step of the model's own
-            takes what it likes.
+    With `any_form`, it is any nesting, whose arrays may have different numbers of samples: a training step of the
+    model's own takes what it likes.
     """
     if batch is None:
         raise BadBatch(

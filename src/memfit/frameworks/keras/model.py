@@ -22,17 +22,11 @@ METRICS = "(metrics)"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One variable of a model.
-
-    Args:
-        variable: Keras's.
-        category: what it is for.
-        module: dotted path of the layer that holds it, or of the one that it keeps state for.
-    """
+    """One variable of a model."""
 
     variable: Any
     category: Category
-    module: str
+    module: str  # dotted path of the layer that holds it, or that it keeps state for
 
     @property
     def size_bytes(self) -> int:
@@ -196,12 +190,7 @@ def layer_paths(model: Any) -> dict[int, str]:
 
 
 class LayerNames:
-    """Finds layers by the names that backends give to operators: the scopes of the layers around them.
-
-    Args:
-        model: whose layers are meant; None where there are several.
-        paths: of the layers of several models.
-    """
+    """Finds layers, of a model or by their paths, by the scopes that backends name operators with."""
 
     def __init__(self, model: Any, paths: Sequence[str] = ()) -> None:
         self._root = "" if model is None else str(model.name)
@@ -265,10 +254,6 @@ def state_bytes(variables: Sequence[Held], trained: Iterable[Any]) -> dict[Categ
     """Parameters, buffers, gradients and optimizer state in full.
 
     Counters and seeds count with 4 bytes a number: how wide they are is the one thing in which the backends differ.
-
-    Args:
-        variables: all of them.
-        trained: those with gradients.
     """
     with_gradient = {id(variable) for variable in trained}
     sizes: Counter[Category] = Counter()
@@ -283,14 +268,7 @@ def state_bytes(variables: Sequence[Held], trained: Iterable[Any]) -> dict[Categ
 
 
 def trace_of(timeline: Timeline, variables: Sequence[Held], trained: Iterable[Any], **facts: Any) -> Trace:
-    """A trace of a step, with the sizes of its variables.
-
-    Args:
-        timeline: every allocation.
-        variables: that live from step to step.
-        trained: those with gradients.
-        facts: other fields of `Trace`.
-    """
+    """A trace of a step with the sizes of its variables, of which `trained` have gradients; facts as for `Trace`."""
     sizes = state_bytes(variables, trained)
     count = sum(number_of(one.variable) for one in variables if one.category is Category.PARAMETER)
     parameter_bytes = sizes.get(Category.PARAMETER, 0)
@@ -299,11 +277,7 @@ def trace_of(timeline: Timeline, variables: Sequence[Held], trained: Iterable[An
 
 @contextmanager
 def explained(tracer: str) -> Iterator[None]:
-    """Turns any exception of a step into `StepFailed` with the line of the user's code that raised it.
-
-    Args:
-        tracer: who traces the step, such as "JAX".
-    """
+    """Turns any exception of a step that the tracer ("JAX") runs into `StepFailed` with the line that raised it."""
     try:
         yield
     except MemfitError:

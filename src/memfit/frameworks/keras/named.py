@@ -22,13 +22,7 @@ _OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 def named_job(name: str, optimizer: str, image_size: int | None = None) -> Job:
-    """The usual training job of a model of keras.applications: sparse cross entropy over its classes.
-
-    Args:
-        name: such as "ResNet50".
-        optimizer: one of `memfit.core.job.OPTIMIZERS`.
-        image_size: height and width; the model's own by default.
-    """
+    """The usual training job of a model of keras.applications: sparse cross entropy over its classes."""
     if optimizer not in OPTIMIZERS:
         raise BadInput(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but {optimizer!r} was given.")
     if optimizer not in _OPTIMIZERS:

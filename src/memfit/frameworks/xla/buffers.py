@@ -25,13 +25,8 @@ def timeline_of(
 ) -> Timeline:
     """Every buffer of a program.
 
-    Args:
-        module: the program after all of XLA's passes.
-        lives: of its values.
-        describe: takes the number of an argument, gives (category, dotted path of the layer).
-        describe_result: the same for each leaf of the result that takes no argument's place.
-        scratch: (when a kernel takes memory of its own, when it has given all of it back, bytes).
-        phase_of: how names of operations tell parts of the step, see `Origins`.
+    `describe` and `describe_result` tell what arguments, and results that take no argument's place, are for; `scratch`
+    is (when a kernel takes memory of its own, when it has given it back, bytes); `phase_of` as for `Origins`.
     """
     return _Writer(lives, Origins(module, phase_of), describe, describe_result).timeline(sorted(scratch))
 

@@ -19,14 +19,7 @@ _Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Bytes that XLA sets aside.
-
-    Args:
-        argument_bytes: of all arguments.
-        output_bytes: of results that don't take an argument's place, and of their table.
-        temporary_bytes: of the range that all else shares.
-        constant_bytes: of arrays that are part of the program.
-    """
+    """Bytes that XLA sets aside; outputs are those that don't take an argument's place, and their table."""
 
     argument_bytes: int
     output_bytes: int
@@ -122,11 +115,7 @@ def _overwritten(buffers: dict[int, Buffer]) -> list[_Group]:
 
 
 def _best_fit(groups: list[_Group]) -> int:
-    """Bytes of the range when each group is put into the tightest gap that is free all along.
-
-    Args:
-        groups: in the order in which they are put.
-    """
+    """Bytes of the range when each group, in this order, is put into the tightest gap that is free all along."""
     placed: list[tuple[int, int, int, int, _Spans]] = []
     total = 0
     for group in groups:

@@ -25,44 +25,26 @@ _ELEMENTWISE = frozenset({
 
 @dataclass(slots=True)
 class Value:
-    """An array that an instruction makes.
-
-    Args:
-        size_bytes: of the array.
-        start: when it is made.
-        end: when it is last read.
-        instruction: that makes it.
-        argument: number of the program's argument that it is; None for all others.
-        is_constant: whether it is part of the program.
-        is_result: whether the program gives it to its caller.
-        path: its place in the tuple that the instruction makes.
-        users: (time, instruction, number of the operand) of each that reads it.
-    """
+    """An array that an instruction makes."""
 
     size_bytes: int
-    start: int
-    end: int
+    start: int  # when it is made
+    end: int  # when it is last read
     instruction: Instruction
-    argument: int | None = None
-    is_constant: bool = False
-    is_result: bool = False
-    path: tuple[int, ...] = ()
-    users: list[tuple[int, Instruction, int]] = field(default_factory=list)
+    argument: int | None = None  # number of the program's argument that it is
+    is_constant: bool = False  # part of the program
+    is_result: bool = False  # the program gives it to its caller
+    path: tuple[int, ...] = ()  # its place in the tuple that the instruction makes
+    users: list[tuple[int, Instruction, int]] = field(default_factory=list)  # (time, instruction, operand)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Values that lie in one place, in the order in which they are made.
-
-    Args:
-        values: all of them.
-        size_bytes: of the largest.
-        overwrites: places among all buffers of those whose values end where one of its own may be written over them.
-    """
+    """Values that lie in one place, in the order in which they are made."""
 
     values: tuple[Value, ...]
-    size_bytes: int
-    overwrites: frozenset[int] = frozenset()
+    size_bytes: int  # of the largest
+    overwrites: frozenset[int] = frozenset()  # buffers whose values end where one of its own may be written over them
 
     @property
     def start(self) -> int:
@@ -92,21 +74,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """What a program holds.
+    """What a program holds."""
 
-    Args:
-        buffers: in the order in which they begin.
-        num_times: instructions that run, those of loops counted once.
-        order: the instructions, by time.
-        results: index in `buffers` of each leaf of the result, in their order.
-        table_bytes: of the table of pointers to the results.
-    """
-
-    buffers: tuple[Buffer, ...]
-    num_times: int
-    order: tuple[Instruction, ...]
-    results: tuple[int, ...]
-    table_bytes: int
+    buffers: tuple[Buffer, ...]  # in the order in which they begin
+    num_times: int  # instructions that run, those of loops counted once
+    order: tuple[Instruction, ...]  # the instructions, by time
+    results: tuple[int, ...]  # index in `buffers` of each leaf of the result
+    table_bytes: int  # of the table of pointers to the results
 
 
 def lives_of(module: Module) -> Lives:

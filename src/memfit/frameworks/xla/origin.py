@@ -26,21 +26,13 @@ _NAME = re.compile(r"^[A-Za-z_][\w.\-\[\]]*$")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an instruction comes from.
+    """Where an instruction comes from; `source` is the innermost line of the user's code."""
 
-    Args:
-        phase: of the step; None where the framework doesn't say.
-        module: dotted path of the module.
-        op: what is computed.
-        source: innermost line of the user's code.
-        is_named: whether the framework said anything about it.
-    """
-
-    phase: Phase | None
+    phase: Phase | None  # None where the framework doesn't say
     module: str
     op: str
     source: str
-    is_named: bool = True
+    is_named: bool = True  # the framework said something about it
 
 
 PhaseOf = Callable[[str], Phase | None]
@@ -48,12 +40,7 @@ PhaseOf = Callable[[str], Phase | None]
 
 
 class Origins:
-    """Knows the origin of each instruction of a program.
-
-    Args:
-        module: the program.
-        phases: how its framework's names tell parts of a step; JAX's names by default.
-    """
+    """Knows the origin of each instruction; `phases` tells parts of a step from names, JAX's by default."""
 
     def __init__(self, module: Module, phases: PhaseOf | None = None) -> None:
         self._module = module

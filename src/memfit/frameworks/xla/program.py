@@ -14,11 +14,9 @@ from memfit.frameworks.xla.scratch import Scratch, scratch_of
 
 
 class Program:
-    """A compiled program.
+    """A program as text after all of XLA's passes, scheduled.
 
-    Args:
-        text: after all of XLA's passes, scheduled ("is_scheduled=true" in its first line), as `compiled.as_text()` of
-            JAX and `experimental_get_compiler_ir(stage="optimized_hlo")` of TensorFlow give it.
+    `compiled.as_text()` of JAX and `experimental_get_compiler_ir(stage="optimized_hlo")` of TensorFlow give it.
     """
 
     def __init__(self, text: str) -> None:
@@ -40,11 +38,7 @@ class Program:
         return lay_out(self.lives)
 
     def scratch(self, num_threads: int | None = None) -> tuple[Scratch, ...]:
-        """What kernels take for themselves on the CPU.
-
-        Args:
-            num_threads: as many as there are processors for this process, by default.
-        """
+        """What kernels take for themselves on the CPU; by default with a thread for each processor."""
         return scratch_of(self.module, self.lives, num_threads or num_processors())
 
     def timeline(

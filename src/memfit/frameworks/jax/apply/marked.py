@@ -23,17 +23,11 @@ from memfit.frameworks.jax.apply.recomputation import recomputed
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a marked block.
+    """One call of a marked block."""
 
-    Args:
-        name: of the block and which of its calls, "layer.3".
-        kept_bytes: what it keeps inside for the backward pass.
-        flops: of its forward pass.
-    """
-
-    name: str
-    kept_bytes: int
-    flops: float
+    name: str  # of the block and which of its calls, "layer.3"
+    kept_bytes: int  # inside, for the backward pass
+    flops: float  # of its forward pass
 
 
 @dataclass(slots=True)
@@ -49,12 +43,7 @@ _tracing: ContextVar[_Tracing | None] = ContextVar("memfit_jax_blocks", default=
 
 
 def block(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
-    """Marks a function as a block that can be computed again in the backward pass.
-
-    Args:
-        function: of arrays, or a module that can be called; called several times, each call is a block of its own.
-        name: in plans and reports; the function's own by default.
-    """
+    """Marks a function as a block that can be computed again in the backward pass."""
     known = name or getattr(function, "__name__", None) or type(function).__name__
 
     def marked(*arguments: Any, **options: Any) -> Any:
@@ -114,13 +103,7 @@ def num_bytes(tree: Any) -> int:
 
 
 class _OfArrays:
-    """A call as a function of its arrays: what else it was given stays as it is.
-
-    Args:
-        function: what is called.
-        arguments: by their place.
-        options: by their name.
-    """
+    """A call as a function of its arrays: what else it was given stays as it is."""
 
     def __init__(self, function: Callable[..., Any], arguments: Any, options: Any) -> None:
         self._function = function

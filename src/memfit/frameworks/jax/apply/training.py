@@ -43,13 +43,7 @@ def train_step(loss: Callable[[Any, Any], Any], optimizer: Any, *, settings: Set
 
 
 class TrainStep:
-    """A step of training: `step(params, state, batch) -> (params, state, loss)`.
-
-    Args:
-        loss: as for `train_step`.
-        optimizer: as for `train_step`.
-        settings: how it is run.
-    """
+    """A step of training: `step(params, state, batch) -> (params, state, loss)`; arguments as for `train_step`."""
 
     def __init__(self, loss: Callable[[Any, Any], Any], optimizer: Any, settings: Settings) -> None:
         _check(loss, optimizer, settings)
@@ -67,10 +61,8 @@ class TrainStep:
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         """One update.
 
-        Args:
-            params: any tree of arrays; what is no array (functions of equinox modules) or no real number stays.
-            state: of the optimizer, from `init`.
-            batch: a tree of arrays with samples along their first dimension; scalars and random keys go to every part.
+        The batch has samples along the first dimension of its arrays; scalars and random keys go to every part. What is
+        no array among the parameters (functions of equinox modules), or no real number, stays.
         """
         check_batch(batch)
         trained, fixed, structure = divided(params)
@@ -81,10 +73,6 @@ class TrainStep:
         """(the step as a function, shapes of its arguments, places of those whose memory the results take).
 
         The arguments are what is trained, other arrays among the parameters, the optimizer's state and the batch.
-
-        Args:
-            params: arrays or shapes.
-            batch: the same.
         """
         trained, fixed, structure = divided(shapes(params))
         state = jax.eval_shape(self.optimizer.init, trained)
@@ -235,15 +223,9 @@ def shapes(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a loss function looks like; nothing was computed.
+    """What a loss function looks like; nothing was computed."""
 
-    Args:
-        gives_weight: whether it returns (loss, weight).
-        flops: of its forward pass.
-        blocks: calls of marked blocks, in order.
-    """
-
-    gives_weight: bool
+    gives_weight: bool  # returns (loss, weight)
     flops: float
     blocks: tuple[Call, ...]
 

@@ -24,13 +24,7 @@ _NEXT_TO_NOTHING = 1 << 20
 
 
 class JaxLoop(GuardedLoop):
-    """Steps of a loss function and an optimizer, each run again in more parts where memory runs out.
-
-    Args:
-        loss: as for `train_step`.
-        optimizer: as for `train_step`.
-        settings: how steps are run at first.
-    """
+    """Steps of a loss and an optimizer, as for `train_step`, each run again in more parts where memory runs out."""
 
     model_name = "loss function"
 

@@ -39,12 +39,7 @@ _PAGE_BYTES = 4096
 
 
 class NoRoom(MemoryError):
-    """The memory that a step needs isn't there.
-
-    Args:
-        wanted_bytes: by the step, margins included.
-        free_bytes: that the system would give.
-    """
+    """The memory that a step needs, margins included, isn't there."""
 
     def __init__(self, wanted_bytes: int, free_bytes: int) -> None:
         super().__init__(f"a step that needs {wanted_bytes} bytes finds {free_bytes} bytes free")
@@ -53,25 +48,16 @@ class NoRoom(MemoryError):
 
 
 class Room:
-    """What the compiled forms of one function take.
-
-    Args:
-        function: jitted.
-    """
+    """What the compiled forms of one jitted function take."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
         self._needs: dict[Hashable, _Need] = {}
 
     def ask(self, arguments: tuple[Any, ...], settle: Callable[[], Any] = lambda: None) -> None:
-        """Makes sure that a step has the memory that it needs.
+        """Makes sure that a step has the memory that it needs, or raises NoRoom.
 
-        Args:
-            arguments: of the function.
-            settle: waits for the step before, which may still hold what this one needs.
-
-        Raises:
-            NoRoom: it isn't there.
+        `settle` waits for the step before, which may still hold what this one needs.
         """
         key = form_of(arguments)
         need = self._needs.get(key)
@@ -158,11 +144,7 @@ def form_of(arguments: Any) -> Hashable:
 
 
 def beside_arguments(memory: Any) -> int:
-    """Bytes of results and temporaries.
-
-    Args:
-        memory: what `compiled.memory_analysis()` gave.
-    """
+    """Bytes of results and temporaries, from `compiled.memory_analysis()`."""
     return max(0, int(memory.temp_size_in_bytes) + int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes))
 
 

@@ -26,24 +26,14 @@ _Form = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array among the arguments.
+    """One array among the arguments."""
 
-    Args:
-        argument: place of the argument that it is in.
-        path: names on the way to it.
-        shape: of the array.
-        dtype: of its elements.
-        size_bytes: of the array.
-        is_optimizer: whether it lies in a state of optax.
-        category: what it is for.
-    """
-
-    argument: int
-    path: tuple[str, ...]
+    argument: int  # place of the argument that it is in
+    path: tuple[str, ...]  # names on the way to it
     shape: tuple[int, ...]
     dtype: Any
     size_bytes: int
-    is_optimizer: bool
+    is_optimizer: bool  # lies in a state of optax
     category: Category = Category.BUFFER
 
     @property
@@ -102,12 +92,7 @@ def _own_dtype(value: Any) -> Any:
 
 
 def assign(arguments: Sequence[Any], results: Any) -> list[Leaf]:
-    """The arrays of all arguments with their roles.
-
-    Args:
-        arguments: of the step.
-        results: shapes that it gives back.
-    """
+    """The arrays of all arguments of a step with their roles, which depend on the shapes that it gives back."""
     leaves = leaves_of(arguments)
     batch = batch_arguments(arguments, results)
     state = [leaf for leaf in leaves if leaf.argument not in batch and not leaf.is_optimizer]

@@ -25,29 +25,17 @@ _COPIES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled program.
-
-    Args:
-        program: after all of XLA's passes.
-        argument_bytes: of the arguments, those that the program doesn't use included.
-        output_bytes: of the results.
-        temporary_bytes: of what lives inside of the program.
-        alias_bytes: of results that take the place of donated arguments.
-        constant_bytes: of arrays that are part of the program, such as those that a step closes over.
-        kept: numbers of the arguments' leaves that the program uses, in its own order.
-        unused: (number, bytes) of the leaves that it doesn't use, which its caller holds nonetheless.
-        scratch: what kernels take for themselves on the CPU; None where the program is to run elsewhere.
-    """
+    """A compiled program."""
 
     program: Program
-    argument_bytes: int
+    argument_bytes: int  # those that the program doesn't use included
     output_bytes: int
     temporary_bytes: int
-    alias_bytes: int
-    constant_bytes: int
-    kept: tuple[int, ...]
-    unused: tuple[tuple[int, int], ...]
-    scratch: tuple[Scratch, ...] | None
+    alias_bytes: int  # of results that take the place of donated arguments
+    constant_bytes: int  # part of the program, such as arrays that a step closes over
+    kept: tuple[int, ...]  # numbers of the arguments' leaves that the program uses, in its own order
+    unused: tuple[tuple[int, int], ...]  # (number, bytes) of the others, which the caller holds nonetheless
+    scratch: tuple[Scratch, ...] | None  # what kernels take on the CPU; None where it is to run elsewhere
 
     @property
     def assigned_bytes(self) -> int:
@@ -68,10 +56,9 @@ class Compiled:
     def timeline(self, describe: Describe, describe_result: Describe | None = None) -> Timeline:
         """Every buffer of the program.
 
-        Args:
-            describe: takes the number of an argument's leaf (as `jax.tree.leaves(arguments)` counts them, static ones
-                left out), gives (category, dotted path of the module).
-            describe_result: the same for leaves of the result that take no argument's place.
+        `describe` gives (category, dotted path of the module) from the number of an argument's leaf, as
+        `jax.tree.leaves(arguments)` counts them, static ones left out; `describe_result` the same for leaves of the
+        result that take no argument's place.
         """
         kept = self.kept
         made = self.program.timeline(lambda number: describe(kept[number]), describe_result, self.scratch or ())
@@ -103,12 +90,7 @@ def compile_step(
 
 
 def read(lowered: Any, *, as_on_gpu: bool = False) -> Compiled:
-    """Compiles a lowered function and reads its memory.
-
-    Args:
-        lowered: what `jitted.lower(...)` gave.
-        as_on_gpu: see `compile_step`.
-    """
+    """Compiles what `jitted.lower(...)` gave and reads its memory; `as_on_gpu` as for `compile_step`."""
     try:
         compiled = lowered.compile(compiler_options=_KEEP_BARRIERS if as_on_gpu else None)
     except RuntimeError as error:

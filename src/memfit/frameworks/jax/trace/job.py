@@ -59,13 +59,7 @@ def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:
 
 
 class OpenStep:
-    """A training step whose arguments are at hand.
-
-    Args:
-        job: its model is the step, its batch the tuple of arguments.
-        device: where it will run.
-        batch_size: replaces the first dimension of the batch among the arguments.
-    """
+    """A training step whose arguments are at hand: the job's model is the step, its batch the tuple of arguments."""
 
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
         self._step = job.model
@@ -98,12 +92,7 @@ class OpenStep:
         self.notes = (roles.taken_for(self._leaves, names), *remarks)
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
-        """The trace at `batch_size`, or with the arguments as they were given when None.
-
-        Args:
-            batch_size: samples of one update.
-            settings: none can be put into practice inside of a step.
-        """
+        """The trace at `batch_size`, or with the arguments as they were given when None."""
         if settings is not None and settings != Settings():
             raise BadInput(
                 "a step of JAX runs as it is written, so a plan can't change it; "

@@ -68,12 +68,7 @@ def check_call(step: Any, arguments: Sequence[Any]) -> None:
 
 
 def lower(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """The step, lowered by JAX for these arguments.
-
-    Args:
-        step: plain, or jitted by jax, flax.nnx or equinox.
-        arguments: arrays, shapes, and whatever else it takes.
-    """
+    """A step, plain or jitted by jax, flax.nnx or equinox, lowered by JAX for these arguments."""
     with explained(), quiet():
         if hasattr(step, "lower") and not _is_equinox(step):
             lowered = step.lower(*arguments)
@@ -86,12 +81,7 @@ def lower(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 
 def check_leaks(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Refuses a step that keeps arrays beyond its end: JAX would find out only when it runs for the second time.
-
-    Args:
-        step: plain, or jitted by JAX; others look after themselves.
-        arguments: of the step.
-    """
+    """Refuses a step that keeps arrays beyond its end: JAX would find out only when it runs for the second time."""
     if any(_is_nnx(argument) for argument in arguments) or _is_equinox(step):
         return
     run, arrays = _on_arrays(getattr(step, "__wrapped__", step), arguments)

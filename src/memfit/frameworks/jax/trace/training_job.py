@@ -26,13 +26,7 @@ _NUM_TIMED = 3
 
 
 class OpenTraining:
-    """A training step made from a loss function and an optimizer, which can be traced.
-
-    Args:
-        job: its model is the loss function, its batch (params, batch), its optimizer one of optax.
-        device: where it will run.
-        batch_size: replaces the first dimension of the batch.
-    """
+    """A training step of a loss function, (params, batch) and an optimizer of optax, which can be traced."""
 
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
         given = job.batch
@@ -65,12 +59,7 @@ class OpenTraining:
             return look(self.loss, self.params, self.batch)
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
-        """The step, compiled.
-
-        Args:
-            batch_size: samples of one update; None: the batch as it was given.
-            settings: how the step is run; None: as it is.
-        """
+        """The step, compiled as settings run it, for the batch as it was given or one of another size."""
         batch = self.batch if batch_size in (None, self.batch_size) else resized(self.batch, batch_size or 1)
         settings = settings or Settings()
         if settings.precision is None:

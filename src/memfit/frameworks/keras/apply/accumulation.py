@@ -14,12 +14,7 @@ def splits(settings: Settings) -> bool:
 
 
 def part_size(settings: Settings, num_samples: Any) -> Any:
-    """Samples of all parts but the last, which has what is left.
-
-    Args:
-        settings: the number of parts, or the most samples of one.
-        num_samples: of the batch; a tensor where a graph only knows when it runs.
-    """
+    """Samples of all parts but the last, which has what is left; a tensor where a graph only knows when it runs."""
     if settings.micro_batch_size > 0:
         return settings.micro_batch_size
     # At least one sample: a batch smaller than the number of parts is split into as many parts as it has samples.

@@ -27,13 +27,10 @@ _PLACE = "memfit.frameworks.keras.apply"
 
 
 class FittedModel:
-    """A model as settings say, until `undo`.
+    """A compiled model as settings say, until `undo`.
 
-    Args:
-        settings: how its step is run.
-        model: compiled.
-        approximate: whether micro-batches are allowed where they differ from the plain step by more than rounding and
-            random numbers: layers that keep statistics of batches, and losses that don't add up.
+    With `approximate`, micro-batches are allowed where they differ from the plain step by more than rounding and random
+    numbers: layers that keep statistics of batches, and losses that don't add up.
     """
 
     def __init__(self, settings: Settings, model: Any, approximate: bool = False) -> None:

@@ -30,10 +30,6 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
 
     Every layer for which Keras has adapters gets one, except those that make the model's outputs. Only adapters are
     trained.
-
-    Args:
-        settings: a `lora_rank` of 0 changes nothing.
-        model: built and compiled.
     """
     rank = settings.lora_rank
     if rank < 0:

@@ -23,12 +23,7 @@ _OUTPUT_ACTIVATIONS = ("softmax", "sigmoid", "log_softmax")
 
 
 def apply(settings: Settings, model: keras.Model) -> Undo:
-    """Has the model compute in `settings.precision`, with variables in float32; returns what undoes it.
-
-    Args:
-        settings: whose `precision` is "amp-bf16", "amp-fp16" or None, which changes nothing.
-        model: built; its layers compute in float32.
-    """
+    """Has a built float32 model compute in `settings.precision`, variables in float32; returns what undoes it."""
     if settings.precision is None:
         return lambda: None
     policy = _policy(settings.precision)

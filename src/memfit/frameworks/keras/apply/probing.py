@@ -32,12 +32,7 @@ _Parts = list[tuple[int, float]]
 def kind_of_loss(concrete: Concrete, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Kind:
     """How the values of a loss for parts of a batch make up that of the batch.
 
-    Args:
-        concrete: within it, operations are computed at once.
-        loss: a loss of Keras or the user's.
-        y: targets, of which only shapes and types count.
-        y_pred: predictions, likewise.
-        sample_weight: likewise; None: no weights.
+    Of targets, predictions and weights only shapes and types count. Within `concrete`, operations are computed at once.
     """
     random, kinds, is_something = np.random.default_rng(0), [], False
     with concrete():
@@ -64,12 +59,8 @@ def kinds_of_added(
 ) -> list[Kind]:
     """How the losses that layers add, and regularizers, count; in the order of `model.losses`.
 
-    Args:
-        concrete: within it, operations are computed at once.
-        model: built.
-        values: of its trainable and its other variables.
-        x: inputs, of which only shapes and types count.
-        training: whether layers are called as in training; random layers then tell nothing.
+    `values` are those of the trainable and the other variables; of `x` only shapes and types count. Random layers
+    called as in `training` tell nothing.
     """
 
     def losses(made: Any, rows: slice) -> list[float]:

@@ -26,12 +26,9 @@ Undo = Callable[[], None]
 def apply(settings: Settings, model: keras.Model) -> Undo:
     """Has the parts of `settings.checkpoint` computed again in the backward pass; returns what undoes it.
 
-    Gradients, batch norms' statistics, dropout masks and added losses are those of the plain step.
-
-    Args:
-        settings: whose `checkpoint` names them: dotted paths of layers, or "first:last" for a run of layers of a
-            Functional or Sequential model, in the order in which the model runs them.
-        model: built.
+    Gradients, batch norms' statistics, dropout masks and added losses are those of the plain step. Parts are dotted
+    paths of layers, or "first:last" for a run of layers of a Functional or Sequential model, in the order in which the
+    model runs them.
     """
     recompute = _backend_recompute(model)
     undo: list[Undo] = []
@@ -59,15 +56,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is recomputed as one: a layer with all that is in it, or calls of a graph.
-
-    Args:
-        path: as it was named.
-        layers: that take part.
-        graph: a Functional whose calls are meant; None for a layer.
-        start: position of the first one among the calls.
-        end: position after the last one.
-    """
+    """What is recomputed as one: a layer with all in it, or the calls `start` to `end` of a Functional `graph`."""
 
     path: str
     layers: list[Any]
@@ -175,13 +164,7 @@ def _recomputed_call(layer: Any, recompute: Callable[..., list[Any]]) -> Callabl
 
 
 class _Steps:
-    """Runs a graph, some of its calls as one that is recomputed.
-
-    Args:
-        graph: a Functional.
-        runs: which; none overlap.
-        recompute: of the backend.
-    """
+    """Runs a graph, some of its calls as one that is recomputed."""
 
     def __init__(self, graph: Any, runs: Sequence[_Part], recompute: Callable[..., list[Any]]) -> None:
         self._graph = graph

@@ -22,11 +22,8 @@ from memfit.frameworks.keras.apply.weights import BatchLoss, Kind, Part, Share
 class SplitStep(ABC):
     """A `train_step` that computes a batch in parts; each backend has its own, called `Step`.
 
-    Args:
-        settings: into how many parts, or how large ones.
-        model: compiled.
-        plain: the model's own step, which batches of one part are given to.
-        approximate: whether losses that don't add up are weighed by samples instead of being refused.
+    Batches of one part are given to `plain`, the model's own step. With `approximate`, losses that don't add up are
+    weighed by samples instead of being refused.
     """
 
     concrete: Concrete
@@ -71,12 +68,7 @@ class SplitStep(ABC):
         """Numbers in the shapes of variables: any will do, their own where they can be had."""
 
     def prepare(self, data: tuple[Any, Any, Any], losses: Sequence[Any]) -> None:
-        """Finds out how a loss of the user's own, and those that layers add, count.
-
-        Args:
-            data: x, y and sample weights, of which only shapes and types count.
-            losses: that layers added, and regularizers of weights, which come last.
-        """
+        """Finds out how a loss of the user's own, and those that layers add, count."""
         num_added = len(losses) - probing.num_regularized(self.model) if losses else 0
         if not (self._step_kind is None if self.has_own_loss else num_added > 0 and not self._added):
             return
@@ -91,14 +83,7 @@ class SplitStep(ABC):
             self._added = [self._accepted(kind, name) for kind in kinds or [Kind.NEITHER]]
 
     def share(self, part: Part, data: tuple[Any, Any, Any], y_pred: Any, losses: Sequence[Any]) -> Share:
-        """What a part adds to the loss of the batch.
-
-        Args:
-            part: its size, and what was counted.
-            data: its x, y and sample weights.
-            y_pred: its predictions.
-            losses: that layers added, and regularizers.
-        """
+        """What a part adds to the loss of the batch."""
         x, y, sample_weight = data
         if self._step_kind is not None:
             value = internals.compute_loss(
@@ -114,13 +99,9 @@ class SplitStep(ABC):
         return 0 if self.has_own_loss else len(self.loss.metrics)
 
     def finish_metrics(self, share: Any, values: Sequence[Any], num_samples: Any, known_samples: Any) -> None:
-        """Updates the metrics of losses as the plain step does, once for the batch.
+        """Updates the metrics of the loss and of its outputs as the plain step does, once for the batch.
 
-        Args:
-            share: the loss of the batch.
-            values: the losses of its outputs.
-            num_samples: samples of the batch.
-            known_samples: the same where it is known ahead; Keras weighs the losses of outputs only then.
+        Keras weighs the losses of outputs only where the number of samples is known ahead (`known_samples`).
         """
         internals.loss_tracker(self.model).update_state(share, sample_weight=num_samples)
         if values:
@@ -128,11 +109,7 @@ class SplitStep(ABC):
                 metric.update_state(value, sample_weight=known_samples)
 
     def logs(self, last: Any) -> dict[str, Any]:
-        """What the step returns, after all metrics are updated.
-
-        Args:
-            last: what a `compute_metrics` of the model's own returned for the last part.
-        """
+        """What the step returns: metrics, and what the model's own `compute_metrics` gave for the last part."""
         found = self.model.get_metrics_result()
         return {**last, **found} if self.has_own_metrics and isinstance(last, dict) else found
 

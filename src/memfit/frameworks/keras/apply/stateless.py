@@ -22,9 +22,6 @@ class _Unknown(BaseException):
     """A variable was used that isn't among those of the layers, or was changed that is taken for a weight.
 
     Not an `Exception`: Keras makes others of these on their way.
-
-    Args:
-        variable: which.
     """
 
     def __init__(self, variable: Any) -> None:
@@ -33,13 +30,7 @@ class _Unknown(BaseException):
 
 
 class _Scope(keras.StatelessScope):  # type: ignore[misc,unused-ignore]
-    """A scope that knows what was changed in it, and refuses variables that it has no value for.
-
-    Args:
-        weights: variables that stay as they are.
-        state: variables that may be changed.
-        values: of both.
-    """
+    """A scope that knows which state was changed in it, and refuses variables that it has no value for."""
 
     def __init__(self, weights: Sequence[Any], state: Sequence[Any], values: Sequence[Any]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
@@ -91,11 +82,7 @@ Recompute = Callable[..., list[Any]]
 
 
 class StatelessCall:
-    """Layers that are called so that the call can be repeated.
-
-    Args:
-        layers: those that take part; others whose variables are used are found out.
-    """
+    """Layers whose call can be repeated; others whose variables are used are found out."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = list(layers)
@@ -106,10 +93,7 @@ class StatelessCall:
     def __call__(self, run: Callable[[Any], Any], inputs: Any, recompute: Recompute) -> Any:
         """Calls `run(inputs)`, by way of `recompute`, with its effects on the layers' state and losses once.
 
-        Args:
-            run: calls the layers.
-            inputs: any structure with tensors in it.
-            recompute: `recompute(function, weights, trained, inputs)`, as in the backends' modules.
+        `recompute(function, weights, trained, inputs)` is as in the backends' modules.
         """
         while True:
             try:

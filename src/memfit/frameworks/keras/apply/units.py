@@ -34,31 +34,19 @@ _LEAST_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A part of a model that can be computed again as one.
-
-    Args:
-        path: as in `Settings.checkpoint`: the dotted path of a layer, or "first:last", a run of layers of a Functional
-            or Sequential model in the order of execution; both ends have full paths.
-        kept_bytes_per_sample: what the plain step keeps inside of it for the backward pass.
-        boundary_bytes_per_sample: what it takes as input, which stays kept.
-        num_parameters: of the layers in it.
-        flops_per_sample: of its forward pass; 0 where unknown.
-    """
+    """A part of a model that can be computed again as one; `path` is as in `Settings.checkpoint`."""
 
     path: str
-    kept_bytes_per_sample: int
+    kept_bytes_per_sample: int  # for the backward pass, by the plain step
     boundary_bytes_per_sample: int
     num_parameters: int
-    flops_per_sample: int
+    flops_per_sample: int  # of the forward pass; 0 where unknown
 
 
 def units(model: keras.Model, inputs: Any = None) -> tuple[Unit, ...]:
     """What can be recomputed, in the order of execution; no two overlap.
 
-    Args:
-        model: built.
-        inputs: a batch of inputs (arrays, or anything with `shape` and `dtype`), for subclassed models and unknown
-            sizes; by default what the model was built for.
+    Subclassed models and unknown sizes need a batch of inputs: arrays, or anything with `shape` and `dtype`.
     """
     if inputs is None:
         inputs = _declared_inputs(model)
@@ -83,17 +71,11 @@ def _declared_inputs(model: keras.Model) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One call of a graph.
-
-    Args:
-        node: Keras's.
-        call: what was noted down of it; None for operations that aren't layers.
-        made_bytes: per sample, of what it returns.
-    """
+    """One call of a graph."""
 
     node: Any
-    call: Call | None
-    made_bytes: int
+    call: Call | None  # what was noted down of it; None for operations that aren't layers
+    made_bytes: int  # per sample, of what it returns
 
     @property
     def inner_bytes(self) -> int:
@@ -107,12 +89,7 @@ class _Step:
 
 
 class _Finder:
-    """Finds the units of one model.
-
-    Args:
-        model: whole.
-        call: what was noted down of it.
-    """
+    """Finds the units of one model."""
 
     def __init__(self, model: keras.Model, call: Call | None) -> None:
         self._paths = layer_paths(model)

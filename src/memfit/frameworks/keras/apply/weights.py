@@ -45,20 +45,12 @@ class NeedsWeights(Exception):
 
 @dataclass(slots=True)
 class Part:
-    """A part of a batch, as its losses see it.
-
-    Args:
-        num_samples: of the part.
-        num_total: samples of the batch.
-        weights: for each loss, what it divides by, where that must be counted; None if nothing was counted.
-        counting: whether this is the pass that counts.
-        counted: what was counted.
-    """
+    """A part of a batch, as its losses see it."""
 
     num_samples: Any
     num_total: Any
-    weights: Sequence[Any] | None = None
-    counting: bool = False
+    weights: Sequence[Any] | None = None  # what each loss divides by, where that must be counted
+    counting: bool = False  # this is the pass that counts
     counted: list[Any] = field(default_factory=list)
 
     def ratio(self, dtype: Any) -> Any:
@@ -68,15 +60,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a part adds to the loss of the batch.
-
-    Args:
-        total: to the loss.
-        values: to the losses of single outputs that Keras keeps a metric of.
-    """
+    """What a part adds to the loss of the batch."""
 
     total: Any
-    values: list[Any]
+    values: list[Any]  # of single outputs that Keras keeps a metric of
 
 
 class _Recorder:
@@ -90,12 +77,7 @@ class _Recorder:
 
 
 class BatchLoss:
-    """The loss that a model was compiled with, in shares.
-
-    Args:
-        model: compiled; its loss may still be unbuilt.
-        find_kind: finds out how a loss that isn't Keras's own counts: (loss, y, y_pred, sample_weight) -> Kind.
-    """
+    """The loss that a model was compiled with, in shares; `find_kind` tells how one that isn't Keras's counts."""
 
     def __init__(self, model: Any, find_kind: Callable[[Any, Any, Any, Any], Kind]) -> None:
         self._model = model
@@ -120,15 +102,7 @@ class BatchLoss:
         return part.counted
 
     def share(self, part: Part, y: Any, y_pred: Any, sample_weight: Any, others: Sequence[tuple[Any, Kind]]) -> Share:
-        """The share of a part.
-
-        Args:
-            part: its size, and what was counted.
-            y: targets of the part.
-            y_pred: predictions for it.
-            sample_weight: weights of its samples, or None.
-            others: losses that layers added, and regularizers.
-        """
+        """The share of a part; `others` are losses that layers added, and regularizers."""
         values: list[Any] = []
         terms = []
         if internals.compiled_loss(self._model) is not None:

@@ -26,24 +26,14 @@ _BY_RESULT = ("linear", "relu", "relu6", "sigmoid", "tanh", "softmax")
 
 @dataclass(slots=True)
 class Call:
-    """One call of a layer, or of a model.
-
-    Args:
-        layer: called.
-        inputs: shapes of the tensors it was given.
-        outputs: shapes of the tensors it returned.
-        made_bytes: per sample, of what it returned.
-        inner_bytes: per sample, of what it keeps beside inputs and outputs.
-        flops: per sample, of the forward pass; 0 where unknown.
-        calls: of layers inside of it.
-    """
+    """One call of a layer, or of a model."""
 
     layer: Any
     inputs: list[tuple[int, ...]] = field(default_factory=list)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
-    made_bytes: int = 0
-    inner_bytes: int = 0
-    flops: int = 0
+    made_bytes: int = 0  # per sample, of what it returned
+    inner_bytes: int = 0  # per sample, of what it keeps beside inputs and outputs
+    flops: int = 0  # per sample, of the forward pass; 0 where unknown
     calls: "list[Call]" = field(default_factory=list)
 
 

@@ -8,11 +8,7 @@ from memfit.frameworks.keras.guard.data import found_in_fit
 
 
 class FitCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Guards the `fit` whose callback it is.
-
-    Args:
-        keeper: the guard, a `memfit.api.fit.GuardedFit`.
-    """
+    """Guards the `fit` whose callback it is; `keeper` is a `memfit.api.fit.GuardedFit`."""
 
     def __init__(self, keeper: Any) -> None:
         super().__init__()

@@ -19,22 +19,14 @@ _NEVER = ("model", "_model", "params", "_params", "min_delta")
 
 
 class CallbackStates:
-    """The states of the callbacks of one call of `fit`.
-
-    Args:
-        callbacks: in Keras's order, without memfit's own.
-    """
+    """The states of the callbacks of one call of `fit`, in Keras's order, without memfit's own."""
 
     def __init__(self, callbacks: list[Any]) -> None:
         self._callbacks = callbacks
         self._first = [_plain(callback) for callback in callbacks]
 
     def to_json(self, encoder: Encoder) -> list[Any]:
-        """What has changed since the beginning, by callback.
-
-        Args:
-            encoder: takes the arrays.
-        """
+        """What has changed since the beginning, by callback; the encoder takes the arrays."""
         found = []
         for number, (callback, first) in enumerate(zip(self._callbacks, self._first, strict=True)):
             now = _plain(callback)

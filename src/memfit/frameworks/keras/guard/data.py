@@ -24,12 +24,7 @@ _CALLBACKS = "callbacks"
 
 
 class Data:
-    """The data of one call of `fit`.
-
-    Args:
-        iterator: Keras's, of epochs; None where it wasn't found.
-        is_ordered: whether the order has to be one that can be come back to.
-    """
+    """The data of one call of `fit`; `is_ordered`: the order has to be one that can be come back to."""
 
     def __init__(self, iterator: Any, *, is_ordered: bool) -> None:
         self._iterator = iterator
@@ -104,11 +99,7 @@ class Data:
             self.stream.follow(False)
 
     def position(self, *, at_end: bool) -> dict[str, Any]:
-        """What `go_to` needs.
-
-        Args:
-            at_end: whether the next batch is the first of an epoch.
-        """
+        """What `go_to` needs; `at_end`: the next batch is the first of an epoch."""
         now = randomness.states()
         is_new = at_end and not self.goes_on
         return {
@@ -121,12 +112,7 @@ class Data:
         }
 
     def go_to(self, position: dict[str, Any], num_done: int) -> None:
-        """The next pass is the one that was in progress at that position.
-
-        Args:
-            position: from `position`.
-            num_done: batches of its epoch that were trained on.
-        """
+        """The next pass is the one that was in progress there, `num_done` batches of its epoch trained on."""
         self._resumed = position
         self._is_boundary = num_done == 0
         self._seed = int(position["seed"])

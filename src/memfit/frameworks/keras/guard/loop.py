@@ -127,9 +127,7 @@ class KerasLoop(GuardedLoop):
     def enter(self, batch: Any, restore_settings: Callable[[Any, Callable[[Settings], None]], None]) -> bool:
         """Whether a batch is to be trained on: those before a resume aren't, and `logs` is what they gave.
 
-        Args:
-            batch: from Keras.
-            restore_settings: has the settings put on that a checkpoint was written with.
+        `restore_settings` has the settings put on that a checkpoint was written with.
         """
         self.batch = batch
         if self._resumed is not None:
@@ -343,12 +341,7 @@ class KerasLoop(GuardedLoop):
         )
 
     def write_state(self, directory: Path, progress: dict[str, Any]) -> None:
-        """Writes all that a resume needs.
-
-        Args:
-            directory: of the checkpoint.
-            progress: of the guard; the position in the data and Keras's history are added.
-        """
+        """Writes all that a resume needs: the guard's progress, the position in the data, Keras's history."""
         progress = {
             **progress,
             "epoch": self._epoch,
@@ -368,9 +361,7 @@ class KerasLoop(GuardedLoop):
     def read_state(self, directory: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """What `write_state` wrote; variables that aren't there yet get their values with the first batch.
 
-        Args:
-            directory: of the checkpoint.
-            check: may refuse the guard's progress, before anything is changed.
+        `check` may refuse the guard's progress, before anything is changed.
         """
         try:
             content = json.loads(read_plain(directory / _PROGRESS))
@@ -468,12 +459,7 @@ class KerasLoop(GuardedLoop):
             self._is_built = True
 
     def load_variables(self, resumed: "Resumed", *, in_epoch: bool) -> None:
-        """Gives the variables the stored values.
-
-        Args:
-            resumed: from `read`.
-            in_epoch: whether an epoch is in progress, with its metrics.
-        """
+        """Gives the variables the stored values; metrics only where an epoch is in progress."""
         groups = variables.GROUPS if in_epoch else variables.GROUPS[:-1]
         with self.filled():
             variables.read(resumed.directory / _VARIABLES, self.model, groups)
@@ -555,14 +541,7 @@ class _Progress(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a checkpoint says.
-
-    Args:
-        directory: of the checkpoint.
-        progress: what was written.
-        callbacks: their states.
-        decoder: reads their arrays.
-    """
+    """What a checkpoint says."""
 
     directory: Path
     progress: dict[str, Any]

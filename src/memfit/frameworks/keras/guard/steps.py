@@ -27,12 +27,7 @@ _LARGE_BYTES = 32 * 2**20
 
 
 class Steps:
-    """The steps of one model on one backend.
-
-    Args:
-        model: compiled.
-        each: called with each batch that Keras draws; it calls `run`, and again after `roll_back`.
-    """
+    """The steps of one model on one backend; `each` is called with each batch that Keras draws."""
 
     def __init__(self, model: Any, each: Each) -> None:
         self.model = model

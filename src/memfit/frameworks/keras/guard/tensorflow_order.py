@@ -11,9 +11,7 @@ import tensorflow as tf
 def ordered(adapter: Any, order: Callable[[int, int], Any]) -> Any:
     """The batches of Keras's adapter of arrays, in an order of our own.
 
-    Args:
-        adapter: Keras's.
-        order: gives the numbers of all samples for the next pass, from their count and the size of a batch.
+    `order` gives the numbers of all samples for the next pass, from their count and the size of a batch.
     """
     num_samples, size = int(adapter._num_samples), int(adapter.batch_size)
     arrays = [None if one is None else tf.convert_to_tensor(one) for one in keras.tree.flatten(adapter._inputs)]

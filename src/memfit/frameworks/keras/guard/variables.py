@@ -50,13 +50,7 @@ def _item_bytes(variable: Any) -> int:
 
 
 def write(path: Path, model: Any, values: dict[str, Sequence[Any]] | None) -> None:
-    """Writes all variables.
-
-    Args:
-        path: of the file.
-        model: whose they are.
-        values: where the variables themselves are empty, as in an epoch on JAX, by group.
-    """
+    """Writes all variables; `values` by group where the variables themselves are empty, as in an epoch on JAX."""
     tensor_file.write(path, _entries(model, values))
 
 

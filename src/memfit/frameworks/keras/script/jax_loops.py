@@ -47,11 +47,7 @@ class _Call:
 
 
 class JaxLoop:
-    """Watches a script until its loop has gone through one turn.
-
-    Args:
-        found: called then, with this; it ends the script.
-    """
+    """Watches a script until its loop has gone through one turn; `found`, called then, ends the script."""
 
     def __init__(self, found: Callable[["JaxLoop"], None]) -> None:
         self._found = found

@@ -36,10 +36,9 @@ class LoopState:
         self._updated: list[Any] = []
 
     def watch_updates(self, instead: Callable[..., Any] | None = None) -> None:
-        """Notes every optimizer of Keras that is applied, from now until the process ends.
+        """Notes every optimizer of Keras that is applied, until the process ends.
 
-        Args:
-            instead: called with Keras's method, the optimizer and its arguments, in place of the method.
+        `instead` is called in place of `stateless_apply`, with that, the optimizer and its arguments.
         """
         for name in ("apply", "stateless_apply"):
             optimizer = internals.base_optimizer().BaseOptimizer
@@ -58,11 +57,7 @@ class LoopState:
         return update
 
     def settle(self, touched: Mapping[int, Any]) -> None:
-        """Says what each variable is for.
-
-        Args:
-            touched: the variables of the backend's own kind that the turn uses, by an id that `handle_of` gives.
-        """
+        """Says what each variable is for; `touched` are the backend's own that the turn uses, by `handle_of`."""
         self._updated = [one for optimizer in self.optimizers for one in internals.updated_by(optimizer)]
         models = self._models({*touched, *map(handle_of, self._updated)})
         prefixes = {id(model): f"{model.name}." if len(models) > 1 else "" for model in models}

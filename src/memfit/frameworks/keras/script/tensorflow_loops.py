@@ -43,11 +43,7 @@ class _Function:
 
 
 class TensorFlowLoop:
-    """Watches a script until its loop has gone through one turn.
-
-    Args:
-        found: called then, with this; it ends the script.
-    """
+    """Watches a script until its loop has gone through one turn; `found`, called then, ends the script."""
 
     def __init__(self, found: Callable[["TensorFlowLoop"], None]) -> None:
         self._found = found

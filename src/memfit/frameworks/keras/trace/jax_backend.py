@@ -104,11 +104,8 @@ def step_timeline(
 ) -> Timeline:
     """Every buffer of the program, with layers named as Keras names them.
 
-    Args:
-        compiled: the step.
-        layers: of its models.
-        known: what the first arguments are for, and their layers; the others are the batch.
-        results: the same of what the step gives back beside what takes an argument's place; None where that is all.
+    `known` says what the first arguments are for, the others are the batch; `results` the same of what the step gives
+    back beside what takes an argument's place, None where that is all.
     """
 
     def describe(number: int) -> tuple[Category, str]:

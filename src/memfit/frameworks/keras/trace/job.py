@@ -21,13 +21,7 @@ _BACKENDS = ("torch", "jax", "tensorflow")
 
 
 class OpenModel:
-    """A Keras model whose step can be traced.
-
-    Args:
-        job: what to trace; its model is one of Keras.
-        device: where it will run.
-        batch_size: replaces the first dimension of the job's batch.
-    """
+    """A Keras model whose step can be traced, on the device, at the batch's own size or the given one."""
 
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
         self.device = device
@@ -61,12 +55,7 @@ class OpenModel:
         return batch
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
-        """The trace of the step.
-
-        Args:
-            batch_size: samples of one update; None: the batch as it was given.
-            settings: how the step is run; None: as it is.
-        """
+        """The trace of the step as settings run it, for the batch as it was given or one of another size."""
         if self._precision is not None and (settings is None or settings.precision is None):
             settings = replace(settings or Settings(), precision=self._precision)
         batch = self._packed(self.batch.resized(batch_size))
@@ -88,16 +77,7 @@ class OpenModel:
 def traced(
     model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None = None, backend: str
 ) -> Trace:
-    """The trace of a model's own step for the shapes of a batch; the model is left as it was.
-
-    Args:
-        model: compiled, where it is to be trained.
-        batch: its shapes.
-        device: where it will run.
-        training: `train_step` rather than `predict_step`.
-        settings: how the step is run; None: as it is.
-        backend: that traces it.
-    """
+    """The trace of a model's own step for the shapes of a batch; the model is left as it was."""
     tracer = import_module(f"memfit.frameworks.keras.trace.{backend}_backend")
     with untouched(model):
         build(model, batch, training=training)

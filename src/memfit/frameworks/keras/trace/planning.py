@@ -26,17 +26,11 @@ _SLOW_CONVOLUTIONS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """What micro-batches do to a model.
+    """What micro-batches do to a model."""
 
-    Args:
-        refused: why its batches can't be split, or "".
-        approximate: why the parts only approximate the batch, or "".
-        random: whether layers draw random numbers, which are others for parts.
-    """
-
-    refused: str
-    approximate: str
-    random: bool
+    refused: str  # why batches can't be split, or ""
+    approximate: str  # why the parts only approximate the batch, or ""
+    random: bool  # layers draw random numbers, which are others for parts
 
 
 def splitting(model: Any, batch: Batch) -> Splitting:
@@ -65,12 +59,7 @@ def recomputable(model: Any, batch: Batch) -> tuple[tuple[Unit, ...], str]:
 
 
 def loop_factor(model: Any, *, on_host: bool) -> float:
-    """Time of a sample in a loop over micro-batches over that in a whole batch (assumed).
-
-    Args:
-        model: the model.
-        on_host: whether it runs on the processor.
-    """
+    """Time of a sample in a loop over micro-batches over that in a whole batch (assumed)."""
     if not on_host or keras.backend.backend() != "jax":
         return 1.0
     has_convolutions = any("Conv" in type(layer).__name__ for layer in internals.layers_of(model))

@@ -43,11 +43,7 @@ def untouched(model: Any) -> Iterator[None]:
 
 
 class Snapshot:
-    """What Keras's objects hold now.
-
-    Args:
-        value: an object of Keras, or several in a list; all that they reach is noted.
-    """
+    """What an object of Keras, or several in a list, and all that they reach hold now."""
 
     def __init__(self, value: Any) -> None:
         self._saved: dict[int, tuple[Any, Any]] = {}

@@ -39,13 +39,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
 
 
 def compiles_on(model: Any, device: Device, settings: Settings | None) -> bool:
-    """Whether Keras would have the step compiled on the device, other than here: it looks for a GPU in `compile`.
-
-    Args:
-        model: compiled.
-        device: the target.
-        settings: how the step is run; None: as it is.
-    """
+    """Whether Keras would have the step compiled on the device, other than here: it looks for a GPU in `compile`."""
     if device.kind is not Kind.CUDA or model.jit_compile or model.run_eagerly:
         return False
     if settings is not None and settings.jit_compile is not None:

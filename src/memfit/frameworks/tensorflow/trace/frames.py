@@ -12,14 +12,7 @@ from memfit.frameworks.tensorflow.trace.memory import Tensor
 
 @final
 class Iteration:
-    """One iteration of a loop, or the whole graph: inputs that have arrived and how many are still missing.
-
-    Attributes:
-        inputs: of operators that wait, from the operator's number.
-        missing: [edges still to come, how many of those that came were dead], from the operator's number.
-        num_active: operators that are ready or run.
-        num_frames: loops inside of it that run.
-    """
+    """One iteration of a loop, or the whole graph: inputs that have arrived and how many are still missing."""
 
     __slots__ = ("frame", "inputs", "missing", "num_active", "num_frames", "number")
 
@@ -34,14 +27,7 @@ class Iteration:
 
 @final
 class Frame:
-    """A loop that runs.
-
-    Args:
-        parent: the iteration that it runs in; None of the whole graph.
-        name: of the loop.
-        num_entries: inputs of the loop that have yet to come.
-        limit: iterations that may run at once.
-    """
+    """A loop that runs, with so many inputs that have yet to come, and so many iterations that may run at once."""
 
     __slots__ = (
         "constants", "dead_exits", "iterations", "limit", "name", "num_done", "num_entries", "parent", "waiting"

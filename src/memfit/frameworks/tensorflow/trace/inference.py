@@ -38,14 +38,7 @@ class Inference:
         self._values: dict[tuple[Any, ...], list[Any] | None] = {}
 
     def values(self, number: int, node: Node, shapes: list[Shape], values: list[Any]) -> list[Any] | None:
-        """What each output of a node holds, where they are small integers or truth values that follow from the inputs.
-
-        Args:
-            number: of the node.
-            node: the operator.
-            shapes: of its inputs.
-            values: of its inputs, where they are known.
-        """
+        """What each output of a node holds, where small integers or truth values follow from the inputs."""
         if node.op in _OF_SHAPES:
             return [np.asarray(value) for value in _OF_SHAPES[node.op](shapes)]
         if not values:
@@ -64,14 +57,7 @@ class Inference:
         return self._values[key]
 
     def shapes(self, number: int, node: Node, shapes: list[Shape], values: list[Any]) -> list[Shape | None]:
-        """Of each output of a node; None where inference doesn't tell either.
-
-        Args:
-            number: of the node.
-            node: the operator.
-            shapes: of its inputs.
-            values: of its inputs, where they are known.
-        """
+        """Of each output of a node; None where inference doesn't tell either."""
         small = [_small(value, shape) for value, shape in zip(values, shapes, strict=True)]
         key = (number, *shapes, *(None if value is None else value.tobytes() for value in small))
         if key not in self._known:

@@ -13,11 +13,7 @@ _ARITHMETIC = frozenset({"ZerosLike", "AddN", "AddV2", "Add"})
 
 @final
 class Lists:
-    """Runs the operators of lists.
-
-    Args:
-        memory: where elements are made and freed.
-    """
+    """Runs the operators of lists."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

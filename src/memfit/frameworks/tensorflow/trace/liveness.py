@@ -36,21 +36,13 @@ from memfit.frameworks.tensorflow.trace.memory import Buffer, Graph, Memory, Nod
 
 @dataclass(frozen=True, slots=True)
 class Lived:
-    """What a run of a graph asked for.
+    """What a run of a graph asked for."""
 
-    Args:
-        buffers: everything that took memory, in order of its start.
-        num_ticks: allocations and frees.
-        peak_bytes: the most that lived at once.
-        num_runs: operators that ran, those in loops as often as they did.
-        guessed: operators whose choice only a real run can know.
-    """
-
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Buffer, ...]  # everything that took memory, in order of its start
     num_ticks: int
     peak_bytes: int
-    num_runs: int
-    guessed: tuple[str, ...]
+    num_runs: int  # operators that ran, those in loops as often as they did
+    guessed: tuple[str, ...]  # operators whose choice only a real run can know
 
 
 _MOST_RUNS = 5_000_000
@@ -68,17 +60,7 @@ def _frame_name(node: Node) -> str:
 
 @final
 class Executor:
-    """Plays a graph through.
-
-    Args:
-        graph: what to run.
-        held: bytes of what each argument holds, from the number of its node; variables by their own name.
-        num_threads: threads that run operators.
-        on_gpu: operators are launched, not waited for, in the order in which they get ready.
-        onednn: whether oneDNN's kernels run, on the host.
-        inference: of shapes and integers, which runs of one graph share; a new one if None.
-        seed: 0: operators take as long as they usually do; otherwise each takes a little more or less time, at random.
-    """
+    """Plays a graph through."""
 
     def __init__(
         self,

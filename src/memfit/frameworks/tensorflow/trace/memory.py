@@ -9,48 +9,28 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True)
 class Node:
-    """An operator of the graph.
-
-    Args:
-        name: its name, with scopes.
-        op: its type.
-        definition: all its attributes.
-        inputs: (number of the producing node, which of its outputs).
-        controls: numbers of nodes that must have run before.
-        shapes: of its outputs; None where only the run itself tells.
-        item_bytes: of one element of each output; 0 of what lies elsewhere: handles of variables, lists.
-        value: what a small constant holds.
-    """
+    """An operator of the graph."""
 
     name: str
     op: str
-    definition: Any
-    inputs: list[tuple[int, int]] = field(default_factory=list)
-    controls: list[int] = field(default_factory=list)
-    shapes: list[Shape | None] = field(default_factory=list)
-    item_bytes: list[int] = field(default_factory=list)
-    value: Any = None
+    definition: Any  # all its attributes
+    inputs: list[tuple[int, int]] = field(default_factory=list)  # (number of the producer, output)
+    controls: list[int] = field(default_factory=list)  # must have run before
+    shapes: list[Shape | None] = field(default_factory=list)  # None: only the run tells
+    item_bytes: list[int] = field(default_factory=list)  # 0: lies elsewhere (handles, lists)
+    value: Any = None  # of a small constant
 
 
 @dataclass(slots=True)
 class Graph:
-    """Operators and their consumers.
-
-    Args:
-        nodes: in the order of the optimized graph.
-        consumers: for each node (output, number of the consumer, which of its inputs).
-        control_consumers: for each node those that wait for it.
-        results: (node, output) of what the function returns.
-        arguments: number of the node by which an argument of the function enters, from the argument's name.
-        roots: what waits for nothing: constants, the batch, then variables.
-    """
+    """Operators and their consumers."""
 
     nodes: list[Node]
-    consumers: list[list[tuple[int, int, int]]]
-    control_consumers: list[list[int]]
-    results: list[tuple[int, int]]
-    arguments: dict[str, int]
-    roots: list[int]
+    consumers: list[list[tuple[int, int, int]]]  # of each node: (output, number of the consumer, input)
+    control_consumers: list[list[int]]  # those that wait for each node
+    results: list[tuple[int, int]]  # (node, output) of what the function returns
+    arguments: dict[str, int]  # node by which an argument of this name enters
+    roots: list[int]  # what waits for nothing: constants, the batch, then variables
 
 
 def tensor_bytes(shape: Shape, item_bytes: int) -> int:
@@ -60,14 +40,7 @@ def tensor_bytes(shape: Shape, item_bytes: int) -> int:
 
 @final
 class Buffer:
-    """Memory with a count of its users.
-
-    Args:
-        size: bytes.
-        node: number of the operator that made it; -1 of what was there before.
-        start: tick at which it was made.
-        variable: name of the variable or argument that it holds.
-    """
+    """Memory with a count of its users; made by operator number `node`, -1 of what was there before."""
 
     __slots__ = ("end", "items", "last", "node", "refs", "size", "start", "variable")
 
@@ -97,14 +70,7 @@ class Tensor:
 
 @final
 class Memory:
-    """Hands out buffers and notes when each begins and ends.
-
-    Attributes:
-        buffers: everything that took memory, in order of its start.
-        tick: allocations and frees so far.
-        live_bytes: of all buffers that are in use.
-        peak_bytes: the most that they were.
-    """
+    """Hands out buffers and notes when each begins and ends."""
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []

@@ -17,12 +17,7 @@ _SUM = re.compile(r"AddN(?:_\d+)?")
 
 
 def phase_of(name: str, optimizers: Iterable[str] = ()) -> Phase:
-    """The part of the step that an operator runs in.
-
-    Args:
-        name: the operator's, with its scopes.
-        optimizers: scopes of the optimizers.
-    """
+    """The part of the step that an operator runs in, from its name; optimizers have scopes of their own."""
     if any(scope in name for scope in _BACKWARD) or _SUM.fullmatch(name):
         return Phase.BACKWARD
     first = name.partition("/")[0]
@@ -33,12 +28,7 @@ def phase_of(name: str, optimizers: Iterable[str] = ()) -> Phase:
 
 @final
 class Scopes:
-    """Finds layers by the scopes of operators.
-
-    Args:
-        layers: dotted paths of all layers.
-        names: of all operators.
-    """
+    """Finds layers, given as dotted paths, by the scopes of operators."""
 
     def __init__(self, layers: Iterable[str], names: Iterable[str]) -> None:
         self._children: dict[str, set[str]] = {}

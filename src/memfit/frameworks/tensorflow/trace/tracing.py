@@ -42,13 +42,7 @@ class XlaRefused(StepFailed):
 
 @dataclass(frozen=True, slots=True)
 class StepVariable:
-    """A variable that lives as long as the model.
-
-    Args:
-        variable: the `tf.Variable`.
-        category: what it is for.
-        module: dotted path of its layer.
-    """
+    """A variable that lives as long as the model."""
 
     variable: Any
     category: Category
@@ -57,19 +51,12 @@ class StepVariable:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What a step asks for.
+    """What a step asks for."""
 
-    Args:
-        timeline: every allocation; variables and the batch are there from the first tick on.
-        notes: what had to be assumed.
-        assigned_bytes: what XLA laid out for the whole step, variables and batch included; None without XLA.
-        spread: the least and the greatest peak in other orders of the operators, as multiples of the usual one.
-    """
-
-    timeline: Timeline
+    timeline: Timeline  # variables and the batch are there from the first tick on
     notes: tuple[Note, ...] = ()
-    assigned_bytes: int | None = None
-    spread: tuple[float, float] = (1.0, 1.0)
+    assigned_bytes: int | None = None  # what XLA laid out, variables and batch included
+    spread: tuple[float, float] = (1.0, 1.0)  # least and greatest peak in other orders, as multiples of the usual one
 
 
 def trace_step(
