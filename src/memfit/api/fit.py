@@ -84,7 +84,7 @@ def guarded_fit(
 
     `plain_fit` is Keras's own method, which takes the model first; `budget` holds where the supervisor names none.
     """
-    from memfit.frameworks.keras.guard.callback import FitCallback
+    from memfit.frameworks.keras.guard.callbacks import FitCallback
 
     request = run_events.current()
     given = kwargs.get("callbacks")
@@ -98,7 +98,7 @@ def guarded_fit(
 def make_callback_class() -> type:
     """The class `memfit.keras.Fit`, which is a callback of Keras."""
     require_keras()
-    from memfit.frameworks.keras.guard.callback import FitCallback
+    from memfit.frameworks.keras.guard.callbacks import FitCallback
 
     class Fit(FitCallback):
         """Guards the `fit` whose callback it is, as `memfit.fit` does; put it last.
@@ -153,7 +153,7 @@ def _guarded_call(
     ceilings: Ceilings | None = None,
 ) -> Any:
     """A call of `fit` with a guard among its callbacks."""
-    from memfit.frameworks.keras.guard.callback import FitCallback
+    from memfit.frameworks.keras.guard.callbacks import FitCallback
 
     guarded = GuardedFit(terms, ceilings)
     names = list(inspect.signature(plain_fit).parameters)

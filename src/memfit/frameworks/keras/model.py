@@ -4,13 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 
 from memfit.core.errors import BadBatch, BadModel, MemfitError, StepFailed
-from memfit.core.timeline import Category, Timeline
+from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
 from memfit.frameworks.keras import internals
@@ -267,12 +267,12 @@ def state_bytes(variables: Sequence[Held], trained: Iterable[Any]) -> dict[Categ
     return {category: size for category, size in sizes.items() if size}
 
 
-def trace_of(timeline: Timeline, variables: Sequence[Held], trained: Iterable[Any], **facts: Any) -> Trace:
-    """A trace of a step with the sizes of its variables, of which `trained` have gradients; facts as for `Trace`."""
+def trace_of(step: Trace, variables: Sequence[Held], trained: Iterable[Any]) -> Trace:
+    """The trace of a step with the sizes of its variables, of which `trained` have gradients."""
     sizes = state_bytes(variables, trained)
     count = sum(number_of(one.variable) for one in variables if one.category is Category.PARAMETER)
     parameter_bytes = sizes.get(Category.PARAMETER, 0)
-    return Trace(timeline, num_parameters=count, parameter_bytes=parameter_bytes, state_bytes=sizes, **facts)
+    return replace(step, num_parameters=count, parameter_bytes=parameter_bytes, state_bytes=sizes)
 
 
 @contextmanager

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from memfit.core.errors import BadBatch, BadInput, BadLoss, BadOptimizer
 from memfit.core.settings import Settings
-from memfit.frameworks.jax.apply.marked import Call, recomputing, recording
-from memfit.frameworks.jax.apply.operations import count_flops
+from memfit.frameworks.jax.apply.marked import Call, count_flops, recomputing, recording
 
 _WEIGHTINGS = ("samples", "sum", "given")
 

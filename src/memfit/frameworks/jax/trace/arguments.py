@@ -51,11 +51,6 @@ class Leaf:
         names = [name for name in names if name != "params"]
         return ".".join(names)
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the array."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
 
 def is_array(value: Any) -> bool:
     """Whether it is an array or the shape of one."""

@@ -2,18 +2,19 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from memfit.core.errors import StepFailed
-from memfit.core.timeline import Timeline
+from memfit.core.estimate import Note
+from memfit.core.timeline import Category, Timeline
+from memfit.core.trace import Serving, Trace
 from memfit.frameworks.jax import internals
 from memfit.frameworks.jax.trace.arguments import size_of
-from memfit.frameworks.xla.buffers import Describe, held_before
-from memfit.frameworks.xla.program import Program
+from memfit.frameworks.xla.program import Describe, Program, held_before
 from memfit.frameworks.xla.scratch import Scratch, most_bytes, spread_of
 
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -44,11 +45,6 @@ class Compiled:
         return laid_out - self.alias_bytes + most_bytes(self.scratch or ())
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """The least and the greatest peak, each as a multiple of the expected one."""
-        return (1.0, 1.0) if self.scratch is None else spread_of(self.assigned_bytes, self.scratch)
-
-    @property
     def num_devices(self) -> int:
         """Devices that run the program together; all sizes are those of one."""
         return math.prod(int(count) for count in _COPIES.findall(self.program.text.partition("\n")[0]))
@@ -63,6 +59,28 @@ class Compiled:
         kept = self.kept
         made = self.program.timeline(lambda number: describe(kept[number]), describe_result, self.scratch or ())
         return held_before(made, [(size, *describe(number)) for number, size in self.unused if size])
+
+    def trace(
+        self,
+        timeline: Timeline,
+        notes: tuple[Note, ...],
+        batch_bytes: int,
+        sizes: Mapping[Category, int] | None = None,
+        num_parameters: int = 0,
+    ) -> Trace:
+        """A trace of the program, with the bytes of parameters, gradients and so on, where they are known."""
+        sizes = {category: size for category, size in (sizes or {}).items() if size}
+        return Trace(
+            timeline,
+            notes,
+            num_parameters,
+            sizes.get(Category.PARAMETER, 0),
+            batch_bytes,
+            serving=Serving.BEST_FIT,
+            assigned_bytes=self.assigned_bytes,
+            state_bytes=sizes,
+            spread=(1.0, 1.0) if self.scratch is None else spread_of(self.assigned_bytes, self.scratch),
+        )
 
 
 def compile_step(

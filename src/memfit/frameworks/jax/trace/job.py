@@ -1,10 +1,14 @@
 """Opens a job of JAX: a training step and its arguments, compiled for shapes at any batch size."""
 
+import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from memfit.core.device import Device, Kind
@@ -13,11 +17,15 @@ from memfit.core.estimate import Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
-from memfit.core.trace import Serving, Trace
+from memfit.core.trace import Trace
+from memfit.frameworks.jax.apply.marked import num_bytes
+from memfit.frameworks.jax.apply.training import Look, TrainStep, check_batch, divided, joined, look, resized, shapes
 from memfit.frameworks.jax.trace import arguments as roles
 from memfit.frameworks.jax.trace import lowering
-from memfit.frameworks.jax.trace.compiled import read
+from memfit.frameworks.jax.trace.compiled import compile_step, read
 
+_TIMED_SAMPLES = 8
+_NUM_TIMED = 3
 _KINDS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 SIMULATED = (
@@ -52,8 +60,6 @@ def open_job(job: Job, device: Device, batch_size: int | None = None) -> Any:
     A loss function with an optimizer of optax is one whose step is made here.
     """
     if hasattr(job.optimizer, "init") and hasattr(job.optimizer, "update"):
-        from memfit.frameworks.jax.trace.training_job import OpenTraining
-
         return OpenTraining(job, device, batch_size)
     return OpenStep(job, device, batch_size)
 
@@ -64,7 +70,7 @@ class OpenStep:
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
         self._step = job.model
         self._device = device
-        self._arguments = self._checked(job)
+        self._arguments = _checked_arguments(job)
         self.name = job.name or lowering.name_of(self._step)
         self._is_simulated_gpu = device.kind is Kind.CUDA and jax.default_backend() == "cpu"
         self._lowered: dict[int | None, Any] = {}
@@ -115,12 +121,16 @@ class OpenStep:
         lowered = self._lowered.pop(size, None) or self._lower(arguments)
         with lowering.explained(), lowering.quiet(), self._place():
             compiled = read(lowered, as_on_gpu=self._is_simulated_gpu)
+
+        def described(leaf: roles.Leaf | None, otherwise: Category) -> tuple[Category, str]:
+            return (otherwise, "") if leaf is None else (leaf.category, leaf.module)
+
         kept = [leaf for leaf in leaves if leaf.category is not Category.BATCH]
         taken = roles.matched(jax.tree.leaves(lowered.in_avals), leaves)
         given = roles.matched(jax.tree.leaves(lowered.out_info), kept)
         timeline = compiled.timeline(
-            lambda number: _described(taken[number], Category.BUFFER),
-            lambda number: _described(given[number], Category.TEMPORARY),
+            lambda number: described(taken[number], Category.BUFFER),
+            lambda number: described(given[number], Category.TEMPORARY),
         )
         sums = {
             category: sum(leaf.size_bytes for leaf in leaves if leaf.category is category)
@@ -137,17 +147,8 @@ class OpenStep:
                 "of all"
             )
             notes = (Note("xla-devices", words),)
-        return Trace(
-            timeline,
-            notes,
-            sum(leaf.num_elements for leaf in leaves if leaf.category is Category.PARAMETER),
-            sums[Category.PARAMETER],
-            batch_bytes,
-            serving=Serving.BEST_FIT,
-            assigned_bytes=compiled.assigned_bytes,
-            spread=compiled.spread,
-            state_bytes={category: size_bytes for category, size_bytes in sums.items() if size_bytes},
-        )
+        num_parameters = sum(math.prod(leaf.shape) for leaf in leaves if leaf.category is Category.PARAMETER)
+        return compiled.trace(timeline, notes, batch_bytes, sums, num_parameters)
 
     def _lower(self, arguments: tuple[Any, ...]) -> Any:
         with self._place():
@@ -160,29 +161,126 @@ class OpenStep:
             return placed
         return nullcontext()
 
-    @staticmethod
-    def _checked(job: Job) -> tuple[Any, ...]:
-        """The arguments, after everything that can be said about them without JAX."""
-        if not callable(job.model):
+
+def _checked_arguments(job: Job) -> tuple[Any, ...]:
+    """The arguments, after everything that can be said about them without JAX."""
+    if not callable(job.model):
+        raise BadInput(
+            f"a training step of JAX must be a function, but {type(job.model).__name__} was given: "
+            "memfit.estimate(step, *arguments)."
+        )
+    for name in ("optimizer", "precision"):
+        if getattr(job, name) is not None:
             raise BadInput(
-                f"a training step of JAX must be a function, but {type(job.model).__name__} was given: "
-                "memfit.estimate(step, *arguments)."
+                f"a step of JAX brings its own {name}, but {name}={getattr(job, name)!r} was given. Leave it out; "
+                "a plan, which makes the step itself, takes an optimizer of optax, such as optax.adam(1e-3)."
             )
-        for name in ("optimizer", "precision"):
-            if getattr(job, name) is not None:
-                raise BadInput(
-                    f"a step of JAX brings its own {name}, but {name}={getattr(job, name)!r} was given. Leave it out; "
-                    "a plan, which makes the step itself, takes an optimizer of optax, such as optax.adam(1e-3)."
-                )
-        given = () if job.batch is None else job.batch if isinstance(job.batch, tuple) else (job.batch,)
-        lowering.check_call(job.model, given)
-        if not any(roles.is_array(leaf) for leaf in jax.tree.leaves(given)):
-            raise BadInput(
-                f"there are no arrays among the {len(given)} arguments of {lowering.name_of(job.model)}. Give what the "
-                "step takes, as arrays or as jax.ShapeDtypeStruct: memfit.estimate(step, parameters, state, batch)."
-            )
-        return given
+    given = () if job.batch is None else job.batch if isinstance(job.batch, tuple) else (job.batch,)
+    lowering.check_call(job.model, given)
+    if not any(roles.is_array(leaf) for leaf in jax.tree.leaves(given)):
+        raise BadInput(
+            f"there are no arrays among the {len(given)} arguments of {lowering.name_of(job.model)}. Give what the "
+            "step takes, as arrays or as jax.ShapeDtypeStruct: memfit.estimate(step, parameters, state, batch)."
+        )
+    return given
 
 
-def _described(leaf: roles.Leaf | None, otherwise: Category) -> tuple[Category, str]:
-    return (otherwise, "") if leaf is None else (leaf.category, leaf.module)
+class OpenTraining:
+    """A training step of a loss function, (params, batch) and an optimizer of optax, which can be traced."""
+
+    def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
+        given = job.batch
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            count = len(given) if isinstance(given, tuple | list) else 1
+            raise BadInput(
+                f"a loss function of JAX is followed by its parameters and one batch, but {count} things were given: "
+                "memfit.plan(loss, params, batch, optimizer=optax.adam(1e-3), budget='8GiB')."
+            )
+        self.loss: Callable[[Any, Any], Any] = job.model
+        self.optimizer = job.optimizer
+        self.device = device
+        # Refuses what can't be a step before anything is traced.
+        TrainStep(self.loss, self.optimizer, Settings())
+        self.params, batch = given
+        self.batch = shapes(batch)
+        own = check_batch(self.batch)
+        if batch_size is not None:
+            if own is None:
+                raise BadBatch(f"the batch has no dimension of samples, so that it can't have {batch_size} of them.")
+            self.batch = resized(self.batch, batch_size)
+        self.batch_size = own if batch_size is None else batch_size
+        self._precision = job.precision
+        self.name = job.name or getattr(self.loss, "__name__", None) or type(self.loss).__name__
+        self.notes: tuple[Note, ...] = ()
+
+    def look(self) -> Look:
+        """What the loss looks like."""
+        with lowering.explained():
+            return look(self.loss, self.params, self.batch)
+
+    def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
+        """The step, compiled as settings run it, for the batch as it was given or one of another size."""
+        batch = self.batch if batch_size in (None, self.batch_size) else resized(self.batch, batch_size or 1)
+        settings = settings or Settings()
+        if settings.precision is None:
+            settings = replace(settings, precision=self._precision)
+        as_on_gpu = self.device.kind is Kind.CUDA
+        with lowering.explained(), lowering.quiet():
+            step = TrainStep(self.loss, self.optimizer, settings)
+            function, arguments, donated = step.to_compile(self.params, batch)
+            compiled = compile_step(function, arguments, donate_argnums=donated, as_on_gpu=as_on_gpu)
+        trained, fixed, state, _ = arguments
+        given = _named(_ARGUMENTS, arguments)
+        made = _named(_RESULTS, (trained, state, 0.0))
+        sizes = {
+            Category.PARAMETER: num_bytes(trained),
+            Category.BUFFER: num_bytes(fixed),
+            Category.GRADIENT: num_bytes(trained),
+            Category.OPTIMIZER_STATE: num_bytes(state),
+        }
+        timeline = compiled.timeline(given.__getitem__, made.__getitem__)
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(trained))
+        return compiled.trace(timeline, self.notes, num_bytes(batch), sizes, num_parameters)
+
+    def time_forward(self) -> tuple[float, float]:
+        """(seconds of one sample, seconds of a call however small) of the forward pass, on the device in hand."""
+        if self.batch_size is None or self.batch_size == 1:
+            return self._timed(self.batch), 0.0
+        few, many = 1, min(self.batch_size, max(_TIMED_SAMPLES, self.batch_size // _TIMED_SAMPLES))
+        short, long = (self._timed(resized(self.batch, count)) for count in (few, many))
+        sample = max(long - short, 0.1 * long) / (many - few)
+        return sample, max(0.0, short - sample)
+
+    def _timed(self, batch: Any) -> float:
+        trained, fixed, structure = divided(self.params)
+        zeros = jax.tree.map(_zeros, (trained, fixed, batch))
+        run = jax.jit(lambda own, other, data: self.loss(joined(own, other, structure), data))
+        jax.block_until_ready(run(*zeros))
+        times = []
+        for _ in range(_NUM_TIMED):
+            started = time.perf_counter()
+            jax.block_until_ready(run(*zeros))
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+
+_ARGUMENTS = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
+_RESULTS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.TEMPORARY)
+"""What a step takes and gives, in order."""
+
+
+def _named(categories: tuple[Category, ...], trees: tuple[Any, ...]) -> list[tuple[Category, str]]:
+    """Category and dotted place of each leaf, such as "layers.0.kernel"."""
+    return [
+        (category, ".".join(map(roles.name_of_key, path)))
+        for category, tree in zip(categories, trees, strict=True)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _zeros(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+    return jnp.zeros(leaf.shape, leaf.dtype)

@@ -10,8 +10,7 @@ from jax import numpy as jnp
 
 from memfit.core.errors import BadModel
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.accumulation import part_size
-from memfit.frameworks.keras.apply.split_step import SplitStep
+from memfit.frameworks.keras.apply.split_step import SplitStep, part_size
 from memfit.frameworks.keras.apply.weights import NeedsWeights, Part
 
 _Carry = tuple[Any, Any, Any, Any, Any]

@@ -19,8 +19,7 @@ import tensorflow as tf
 
 from memfit.core.errors import BadModel
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.accumulation import leaves, part_size
-from memfit.frameworks.keras.apply.split_step import SplitStep
+from memfit.frameworks.keras.apply.split_step import SplitStep, leaves, part_size
 from memfit.frameworks.keras.apply.weights import NeedsWeights, Part
 
 

@@ -8,8 +8,7 @@ import keras
 import torch
 
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.accumulation import leaves, part_size
-from memfit.frameworks.keras.apply.split_step import SplitStep
+from memfit.frameworks.keras.apply.split_step import SplitStep, leaves, part_size
 from memfit.frameworks.keras.apply.weights import NeedsWeights, Part
 
 

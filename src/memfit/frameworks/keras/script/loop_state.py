@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
-from memfit.core.timeline import Category, Timeline
-from memfit.core.trace import Serving, Trace
+from memfit.core.timeline import Category
+from memfit.core.trace import Trace
 from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.model import Held, held, layer_paths, owner_of, trace_of
@@ -110,9 +110,9 @@ class LoopState:
         inner |= {id(graph) for one in used if (graph := internals.graph_of(one)) is not one}
         return [one for one in used if id(one) not in inner]
 
-    def trace(self, timeline: Timeline, **facts: Any) -> Trace:
-        """A trace of the turn; facts are other fields of `Trace`."""
-        return trace_of(timeline, self.held, self._updated, serving=Serving.BEST_FIT, **facts)
+    def trace(self, step: Trace) -> Trace:
+        """The trace of a step of the turn with the sizes of its variables."""
+        return trace_of(step, self.held, self._updated)
 
 
 def handle_of(variable: Any) -> int:

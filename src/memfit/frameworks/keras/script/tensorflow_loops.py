@@ -9,7 +9,7 @@ import gc
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -193,13 +193,8 @@ class TensorFlowLoop:
         notes = [*chosen.notes]
         notes += [_EAGER] if self._graph is not None else []
         notes += [_SEVERAL] if len(found) > 1 else []
-        return self._state.trace(
-            chosen.timeline,
-            notes=tuple(notes),
-            batch_bytes=sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in given),
-            assigned_bytes=chosen.assigned_bytes,
-            spread=chosen.spread,
-        )
+        batch_bytes = sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in given)
+        return self._state.trace(replace(chosen, notes=tuple(notes), batch_bytes=batch_bytes))
 
 
 def _graph_now() -> Any:

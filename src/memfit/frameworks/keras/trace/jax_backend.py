@@ -17,7 +17,7 @@ from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Block, Category, Phase, Timeline
-from memfit.core.trace import Serving, Trace
+from memfit.core.trace import Trace
 from memfit.frameworks.jax.trace.compiled import Compiled, compile_step
 from memfit.frameworks.jax.trace.job import SIMULATED
 from memfit.frameworks.keras import internals
@@ -63,16 +63,9 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         by_variable = {id(one.variable): (one.category, one.module) for one in variables}
         known = [by_variable.get(id(variable), (Category.BUFFER, "")) for group in groups for variable in group]
         notes = (_EAGER,) if training and (model.run_eagerly or not model.jit_compile) else ()
-        return trace_of(
-            step_timeline(compiled, LayerNames(model), known),
-            variables,
-            model.trainable_variables if training else (),
-            notes=(*notes, *SIMULATED) if on_gpu else notes,
-            batch_bytes=batch.size_bytes,
-            serving=Serving.BEST_FIT,
-            assigned_bytes=compiled.assigned_bytes,
-            spread=compiled.spread,
-        )
+        timeline = step_timeline(compiled, LayerNames(model), known)
+        step = compiled.trace(timeline, (*notes, *SIMULATED) if on_gpu else notes, batch.size_bytes)
+        return trace_of(step, variables, model.trainable_variables if training else ())
 
 
 @contextmanager

@@ -11,8 +11,7 @@ import numpy as np
 
 from memfit.core.errors import MemfitError
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.fitted import check_split
-from memfit.frameworks.keras.apply.layer_state import listed, with_random_numbers, with_statistics
+from memfit.frameworks.keras.apply.fitted import check_split, listed, with_random_numbers, with_statistics
 from memfit.frameworks.keras.apply.units import Unit, units
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
 from memfit.frameworks.keras.model import build

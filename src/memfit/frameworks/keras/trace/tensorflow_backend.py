@@ -8,7 +8,7 @@ import tensorflow as tf
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.settings import Settings
-from memfit.core.trace import Serving, Trace
+from memfit.core.trace import Trace
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, mapped
@@ -72,13 +72,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
             optimizers=[str(optimizer.name) for optimizer in optimizers_of(model)] if training else (),
             layers=LayerNames(model).paths,
         )
-        return trace_of(
-            traced.timeline,
-            variables,
-            model.trainable_variables if training else (),
-            notes=(*traced.notes, _EAGER) if training and model.run_eagerly else traced.notes,
-            batch_bytes=batch.size_bytes,
-            serving=Serving.BEST_FIT,
-            assigned_bytes=traced.assigned_bytes,
-            spread=traced.spread,
-        )
+        if training and model.run_eagerly:
+            traced = replace(traced, notes=(*traced.notes, _EAGER))
+        trained = model.trainable_variables if training else ()
+        return trace_of(replace(traced, batch_bytes=batch.size_bytes), variables, trained)

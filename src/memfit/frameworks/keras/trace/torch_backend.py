@@ -85,13 +85,8 @@ class _Tracer:
             recorder.stop()
             trained = list(model.trainable_variables) if self.training else []
         notes = tuple(self.simulation.notes.found.values())
-        return trace_of(
-            recorder.timeline(),
-            self.variables,
-            trained,
-            notes=(*notes, _NOT_COMPILED) if self.training and model.jit_compile is True else notes,
-            batch_bytes=batch.size_bytes,
-        )
+        notes = (*notes, _NOT_COMPILED) if self.training and model.jit_compile is True else notes
+        return trace_of(Trace(recorder.timeline(), notes, 0, 0, batch.size_bytes), self.variables, trained)
 
     def _swap(self, stack: ExitStack) -> None:
         """Puts shape-only tensors into every variable of the model."""

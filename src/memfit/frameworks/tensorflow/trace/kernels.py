@@ -104,13 +104,6 @@ def _operations(node: Node, inputs: list[Shape]) -> float:
     return 0.0
 
 
-def hidden_bytes(node: Node, *, onednn: bool) -> int:
-    """What a kernel makes beside its outputs for the operator's gradient: oneDNN's pooling keeps which was greatest."""
-    if onednn and node.op == "MaxPool" and node.shapes and node.shapes[0] is not None:
-        return math.prod(node.shapes[0])
-    return 0
-
-
 def output_shape(node: Node, port: int, shapes: list[Shape | None]) -> Shape:
     """A shape that only the run tells, from those of the inputs."""
     known = [shape for shape in shapes if shape is not None]

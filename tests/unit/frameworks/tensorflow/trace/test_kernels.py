@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.frameworks.tensorflow.trace.kernels import forwarded, hidden_bytes, output_shape, scratch_bytes, seconds_of
+from memfit.frameworks.tensorflow.trace.kernels import forwarded, output_shape, scratch_bytes, seconds_of
 from tests.unit.frameworks.tensorflow.graphs import node
 
 
@@ -14,12 +14,6 @@ def test_kernels_write_over_what_they_may(op, places):
 def test_the_gradient_of_the_loss_takes_the_place_of_the_logits():
     loss = node("n", "SparseSoftmaxCrossEntropyWithLogits", num_outputs=2)
     assert (forwarded(loss, 0), forwarded(loss, 1)) == ((), (0,))
-
-
-def test_pooling_keeps_a_byte_for_each_element_with_onednn():
-    pool = node("n", "MaxPool", shape=(2, 4, 4, 8))
-    assert hidden_bytes(pool, onednn=True) == 2 * 4 * 4 * 8
-    assert hidden_bytes(pool, onednn=False) == 0
 
 
 def test_the_loss_takes_the_place_of_the_logits_once_more():
