@@ -130,12 +130,7 @@ def _terms(
     checkpoint: str | os.PathLike[str] | None = None,
     options: GuardOptions | None = None,
 ) -> Terms:
-    return _checked(Terms(plan, budget, checkpoint, options or GuardOptions(), make_plan))
-
-
-def _checked(terms: Terms) -> Terms:
-    terms.options.refuse("the guard of a Keras model", _INSTEAD)
-    return terms
+    return Terms(plan, budget, checkpoint, options or GuardOptions(), make_plan)
 
 
 def _check_fit(model: Any) -> None:
@@ -178,22 +173,30 @@ class _KerasSteps:
     """Loop and driver of one training, whose steps Keras calls."""
 
     def __init__(self, terms: Terms, ceilings: Ceilings | None) -> None:
+        from memfit.frameworks.keras.guard.flags import set_early
+
+        terms.options.refuse("the guard of a Keras model", _INSTEAD)
         self._terms = terms
         self._ceilings = ceilings
         self._loop: Any = None
         self._driver: Driver | None = None
-        is_limited = terms.budget_bytes is not None or cgroup_limit_bytes() is not None
-        self._set_flags = functools.partial(_set_flags, is_limited=is_limited, told=set())
-        self._set_flags("set_early")
+        self._is_limited = terms.budget_bytes is not None or cgroup_limit_bytes() is not None
+        self._said = dict.fromkeys(set_early(is_limited=self._is_limited))
+        for text in self._said:
+            _log.warning(text)
 
     def _open(self, model: Any, folder: str | os.PathLike[str] | None, **options: Any) -> None:
-        self._set_flags("set_late")
-        terms = self._terms
+        from memfit.frameworks.keras.guard.flags import set_late
+
+        for text in set_late(is_limited=self._is_limited):
+            if text not in self._said:
+                self._said[text] = None
+                _log.warning(text)
         self._loop = keras_adapter().guarded_loop(
-            model, self._step, options=terms.options, is_ordered=folder is not None, **options
+            model, self._step, options=self._terms.options, is_ordered=folder is not None, **options
         )
         try:
-            self._driver = Driver(self._loop, terms, folder, self._ceilings)
+            self._driver = Driver(self._loop, self._terms, folder, self._ceilings)
         except BaseException:
             self._loop.close()
             raise
@@ -213,11 +216,6 @@ class _KerasSteps:
         except BaseException:
             loop.give_back()
             raise
-
-    def _close(self) -> None:
-        driver, self._driver, self._loop = self._driver, None, None
-        if driver is not None:
-            driver.close()
 
 
 class GuardedFit(_KerasSteps):
@@ -242,11 +240,10 @@ class GuardedFit(_KerasSteps):
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """After validation."""
         driver = self._driver
-        if driver is None:
-            return
-        is_last = self._loop.epoch_ends(epoch, logs)
-        if driver.checkpointing.is_open and (is_last or driver.checkpointing.is_due(driver.num_updates)):
-            driver.save()
+        if driver is not None:
+            is_last = self._loop.epoch_ends(epoch, logs)
+            if driver.checkpointing.is_open and (is_last or driver.checkpointing.is_due(driver.num_updates)):
+                driver.save()
 
     def train_ends(self) -> None:
         """Takes the guard off."""
@@ -258,8 +255,9 @@ class GuardedFit(_KerasSteps):
 
     def close(self) -> None:
         """Leaves the model as it was without a guard, and waits for the last checkpoint."""
-        self._close()
-        self._folder = None
+        driver, self._driver, self._loop, self._folder = self._driver, None, None, None
+        if driver is not None:
+            driver.close()
 
 
 class KerasTraining(_KerasSteps):
@@ -270,7 +268,7 @@ class KerasTraining(_KerasSteps):
     """
 
     def __init__(self, model: Any, terms: Terms) -> None:
-        super().__init__(_checked(terms), terms.ceilings())
+        super().__init__(terms, terms.ceilings())
         _check_fit(model)
         self._model = model
         self._is_closed = False
@@ -326,13 +324,3 @@ class KerasTraining(_KerasSteps):
     def _check_open(self) -> None:
         if self._is_closed:
             raise BadInput("the guard was closed. Make another one: memfit.Guard(model).")
-
-
-def _set_flags(when: str, *, is_limited: bool, told: set[str]) -> None:
-    """Sets what must be set before a backend begins; says what was."""
-    from memfit.frameworks.keras.guard import flags
-
-    for text in getattr(flags, when)(is_limited=is_limited):
-        if text not in told:
-            told.add(text)
-            _log.warning(text)

@@ -13,7 +13,7 @@ from memfit.core.job import AUTOCASTS, OPTIMIZERS, Job
 from memfit.core.plan import Plan
 from memfit.core.progress import doing
 from memfit.core.settings import Keeps
-from memfit.core.step_facts import Part, StepFacts
+from memfit.core.step_facts import StepFacts
 from memfit.frameworks.keras.trace.job import OpenModel
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def planning(tracer: OpenModel, target: Device) -> StepFacts:
         framework=f"keras:{tracer.backend}",
         precisions=AUTOCASTS,
         moves=frozenset({"lora", "qlora", *(("jit-compile",) if _may_compile(tracer, target) else ())}),
-        parts=tuple(Part(one.path, one.kept_bytes_per_sample, one.flops_per_sample) for one in units),
+        parts=units,
         not_recomputed=not_recomputed,
         not_split=not_split,
         approximate=splitting.approximate,

@@ -266,20 +266,22 @@ def losses_of(model: Any) -> list[Any]:
     return [loss for loss in compiled.flat_losses if loss] if flat is None else [one.loss for one in flat]
 
 
-def with_losses(compiled: Any, losses: list[Any], metrics: list[Any]) -> Any:
-    """A copy of what Keras makes of the losses of `compile` with others in their places.
+def copied(loss: Any) -> Any:
+    """A loss with the same contents; `copy.copy` would save and load it, which the compiled loss refuses."""
+    other = object.__new__(type(loss))
+    other.__dict__.update(loss.__dict__)
+    return other
 
-    `copy.copy` would save and load it, which the compiled loss refuses.
-    """
-    copied = object.__new__(type(compiled))
-    copied.__dict__.update(compiled.__dict__)
-    rest = iter(losses)
+
+def with_losses(compiled: Any, losses: list[Any], metrics: list[Any]) -> Any:
+    """A copy of what Keras makes of the losses of `compile` with others in their places."""
+    other, rest = copied(compiled), iter(losses)
     if getattr(compiled, "_flat_losses", None) is None:
-        copied.flat_losses = [next(rest) if loss else loss for loss in compiled.flat_losses]
+        other.flat_losses = [next(rest) if loss else loss for loss in compiled.flat_losses]
     else:
-        copied._flat_losses = [one._replace(loss=next(rest)) for one in compiled._flat_losses]
-    copied._metrics = metrics
-    return copied
+        other._flat_losses = [one._replace(loss=next(rest)) for one in compiled._flat_losses]
+    other._metrics = metrics
+    return other
 
 
 def is_loss_built(model: Any) -> bool:

@@ -1,6 +1,6 @@
 """A training step of JAX made from a loss function and an optimizer of optax: one that settings can change.
 
-    step = train_step(loss, optax.adam(1e-3), settings=Settings(micro_batches=4))
+    step = TrainStep(loss, optax.adam(1e-3), Settings(micro_batches=4))
     params, state, value = step(params, state, batch)
 
 Parts of the batch go one after the other through a loop of XLA's, which computes one at a time; their gradients add up
@@ -9,6 +9,7 @@ with the weights that make them those of the whole batch, and the optimizer upda
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from memfit.core.errors import BadBatch, BadInput, BadLoss, BadOptimizer
 from memfit.core.settings import Settings
 from memfit.frameworks.jax.apply.marked import Call, count_flops, recomputing, recording
 
+_DONATING = Settings(donate=True)
 _WEIGHTINGS = ("samples", "sum", "given")
 
 
@@ -29,22 +31,17 @@ class _Structure:
     constants: tuple[Any, ...]
 
 
-def train_step(loss: Callable[[Any, Any], Any], optimizer: Any, *, settings: Settings | None = None) -> "TrainStep":
-    """The step that computes gradients and updates once, jitted.
+class TrainStep:
+    """A step of training that updates once, jitted: `step(params, state, batch) -> (params, state, loss)`.
 
     Args:
         loss: takes (params, batch), returns the scalar mean over the batch, or (loss, weight), where the weight is the
             mean's true denominator, such as the number of tokens.
         optimizer: of optax, or anything with its `init` and `update`.
-        settings: how to run it; None: plainly, but for parameters and state, which are updated in place (donated).
+        settings: how to run it; by default plainly, but for parameters and state, which are updated in place.
     """
-    return TrainStep(loss, optimizer, Settings(donate=True) if settings is None else settings)
 
-
-class TrainStep:
-    """A step of training: `step(params, state, batch) -> (params, state, loss)`; arguments as for `train_step`."""
-
-    def __init__(self, loss: Callable[[Any, Any], Any], optimizer: Any, settings: Settings) -> None:
+    def __init__(self, loss: Callable[[Any, Any], Any], optimizer: Any, settings: Settings = _DONATING) -> None:
         _check(loss, optimizer, settings)
         self.loss = loss
         self.optimizer = optimizer
@@ -83,10 +80,7 @@ class TrainStep:
 
     def gradients(self, structure: _Structure, trained: Any, fixed: Any, batch: Any) -> tuple[Any, Any]:
         """(loss of the whole batch, gradients of the trained parameters)."""
-
-        def of_part(part: Any) -> tuple[tuple[Any, Any], Any]:
-            return self._part(structure, trained, fixed, part)
-
+        of_part = partial(self._part, structure, trained, fixed)
         size = check_batch(batch)
         length = part_size(self.settings, size)
         if size is None or length >= size:
@@ -220,17 +214,11 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(shape, tree)
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What a loss function looks like; nothing was computed."""
+def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[float, tuple[Call, ...]]:
+    """(operations of a loss's forward pass, its calls of marked blocks in order); nothing is computed.
 
-    gives_weight: bool  # returns (loss, weight)
-    flops: float
-    blocks: tuple[Call, ...]
-
-
-def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Look:
-    """Traces a loss; refuses one that returns anything else than a scalar, or (loss, weight)."""
+    Refuses a loss that returns anything else than a scalar, or (loss, weight).
+    """
     trained, fixed, structure = divided(shapes(params))
     results: list[Any] = []
 
@@ -240,7 +228,8 @@ def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Look:
 
     with recording() as found:
         program = jax.make_jaxpr(run)(trained, fixed, shapes(batch))
-    return Look(_told(results[0])[1] is not None, count_flops(program.jaxpr), tuple(found))
+    _told(results[0])
+    return count_flops(program.jaxpr), tuple(found)
 
 
 def _taken(batch: Any, start: Any, length: int) -> Any:
@@ -297,15 +286,8 @@ def _check(loss: Any, optimizer: Any, settings: Settings) -> None:
             f"losses of parts are weighted by {', '.join(_WEIGHTINGS)}, but {settings.weighting.kind!r} was asked for. "
             "Let the loss return (loss, weight)."
         )
-    known = Settings(
-        micro_batches=settings.micro_batches,
-        micro_batch_size=settings.micro_batch_size,
-        weighting=settings.weighting,
-        precision=settings.precision,
-        checkpoint=settings.checkpoint,
-        donate=settings.donate,
-    )
-    if replace(settings, jit_compile=None) != known:
+    known = ("micro_batches", "micro_batch_size", "weighting", "precision", "checkpoint", "donate", "jit_compile")
+    if replace(settings, **{name: getattr(Settings(), name) for name in known}) != Settings():
         raise BadInput(
             "these settings are for another framework: a step of JAX has micro-batches, recomputed blocks, "
             "amp-bf16 and donation."

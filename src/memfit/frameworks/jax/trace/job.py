@@ -18,8 +18,8 @@ from memfit.core.job import Job
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
-from memfit.frameworks.jax.apply.marked import num_bytes
-from memfit.frameworks.jax.apply.training import Look, TrainStep, check_batch, divided, joined, look, resized, shapes
+from memfit.frameworks.jax.apply.marked import Call, num_bytes
+from memfit.frameworks.jax.apply.training import TrainStep, check_batch, divided, joined, look, resized, shapes
 from memfit.frameworks.jax.trace import arguments as roles
 from memfit.frameworks.jax.trace import lowering
 from memfit.frameworks.jax.trace.compiled import compile_step, read
@@ -213,8 +213,8 @@ class OpenTraining:
         self.name = job.name or getattr(self.loss, "__name__", None) or type(self.loss).__name__
         self.notes: tuple[Note, ...] = ()
 
-    def look(self) -> Look:
-        """What the loss looks like."""
+    def look(self) -> tuple[float, tuple[Call, ...]]:
+        """(operations of the forward pass, calls of marked blocks)."""
         with lowering.explained():
             return look(self.loss, self.params, self.batch)
 

@@ -7,9 +7,9 @@ further batches have samples of very different sizes, and the weighting has to h
 trains isn't touched: in a graph there are no numbers yet, and random states and metrics must not move.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -25,8 +25,11 @@ _TOLERANCE = 1e-5
 _NUM_SCALED = 3
 _SCALES = (-1.5, 2.0)
 
+_PARTS = ((_FIRST, slice(0, _FIRST)), (_SECOND, slice(_FIRST, None)))
+_KINDS = (Kind.SAMPLES, Kind.SUM)
+
 Concrete = Callable[[], AbstractContextManager[Any]]
-_Parts = list[tuple[int, float]]
+_Drawn = TypeVar("_Drawn")
 
 
 def kind_of_loss(concrete: Concrete, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Kind:
@@ -34,24 +37,19 @@ def kind_of_loss(concrete: Concrete, loss: Any, y: Any, y_pred: Any, sample_weig
 
     Of targets, predictions and weights only shapes and types count. Within `concrete`, operations are computed at once.
     """
-    random, kinds, is_something = np.random.default_rng(0), [], False
-    with concrete():
-        for scale in _scales():
-            made = [_made(spec, random, 0.05, scale) for spec in (y, y_pred)] + [_made(sample_weight, random, 0.05)]
-            try:
-                whole = _number(loss(*_rows(made, slice(None))))
-                is_something |= np.isfinite(whole) and whole != 0
-                kinds.append({kind for kind in (Kind.SAMPLES, Kind.SUM) if _is_sum(whole, _shares(loss, kind, made))})
-            except Exception:  # whatever the user's own code raises on numbers that aren't theirs
-                if scale is None:
-                    return Kind.NEITHER
+
+    def draw(random: np.random.Generator, scale: Any) -> tuple[set[Kind], bool]:
+        made = [_made(spec, random, 0.05, scale) for spec in (y, y_pred)] + [_made(sample_weight, random, 0.05)]
+        parts = [(Part(size, _FIRST + _SECOND), _rows(made, rows)) for size, rows in _PARTS]
+        whole = _number(loss(*_rows(made, slice(None))))
+        shares = {kind: [_number(share_of(loss, part, 0, kind, *given)) for part, given in parts] for kind in _KINDS}
+        return {kind for kind in _KINDS if _is_sum(whole, shares[kind])}, bool(np.isfinite(whole) and whole != 0)
+
+    draws = _draws(concrete, 0, draw)
+    kinds = [kinds for kinds, _ in draws]
     # A value for each sample is summed up by Keras itself: nothing is left to tell apart.
-    return Kind.SAMPLES if is_something and all(len(one) == 2 for one in kinds) else _agreed(kinds)
-
-
-def _shares(loss: Any, kind: Kind, made: list[Any]) -> list[float]:
-    num_samples = _FIRST + _SECOND
-    return [_number(share_of(loss, Part(size, num_samples), 0, kind, *_rows(made, rows))) for size, rows in _parts()]
+    is_by_sample = any(is_something for _, is_something in draws) and all(len(found) == 2 for found in kinds)
+    return Kind.SAMPLES if is_by_sample else _agreed(kinds)
 
 
 def kinds_of_added(
@@ -68,30 +66,20 @@ def kinds_of_added(
         found = model.stateless_call(*values, *_rows([made], rows), return_losses=True, **keywords)[2]
         return [_number(internals.added_loss(model, loss)) for loss in found]
 
-    kinds: list[list[set[Kind]]] = []
-    random = np.random.default_rng(1)
-    with concrete():
-        for scale in _scales():
-            made = _made(x, random, -1.0, scale)
-            try:
-                whole = losses(made, slice(None))
-                parts = [(size, losses(made, rows)) for size, rows in _parts()]
-            except Exception:  # whatever the user's own code raises on numbers that aren't theirs
-                if scale is None:
-                    return []
-                continue
-            if any(len(part) != len(whole) for _, part in parts):
-                return []
-            if scale is None:
-                kinds = [[] for _ in whole]
-            for index, value in enumerate(whole):
-                kinds[index].append(_kinds(value, [(size, part[index]) for size, part in parts]))
+    def draw(random: np.random.Generator, scale: Any) -> list[list[float]]:
+        made = _made(x, random, -1.0, scale)
+        return [losses(made, slice(None)), *(losses(made, rows) for _, rows in _PARTS)]
+
+    draws = _draws(concrete, 1, draw)
+    counts = {len(values) for drawn in draws for values in drawn}
+    if len(counts) != 1:
+        return []
     # Regularizers of weights come last, and are the same for all parts.
-    num_added = len(kinds) - num_regularized(model)
-    found = [_agreed(draws) if index < num_added else Kind.SAMPLES for index, draws in enumerate(kinds)]
+    num_added = counts.pop() - num_regularized(model)
+    found = [_agreed([_kinds(*(values[index] for values in drawn)) for drawn in draws]) for index in range(num_added)]
     if Kind.NEITHER in found and training:
         return kinds_of_added(concrete, model, values, x, training=False)
-    return found
+    return found + [Kind.SAMPLES] * num_regularized(model)
 
 
 def num_regularized(model: Any) -> int:
@@ -117,44 +105,41 @@ def kind_of_step(
             )
         return _number(found)
 
-    random, kinds = np.random.default_rng(2), []
+    def draw(random: np.random.Generator, scale: Any) -> set[Kind]:
+        made = [_made(data[0], random, -1.0, scale), _made(data[1], random, 0.05, scale)]
+        made.append(_made(data[2], random, 0.05))
+        parts = [loss(made, rows) for _, rows in _PARTS]
+        return _kinds(loss(made, slice(None)), *parts)
+
+    return _agreed(_draws(concrete, 2, draw))
+
+
+def _draws(concrete: Concrete, seed: int, draw: Callable[[np.random.Generator, Any], _Drawn]) -> list[_Drawn]:
+    """What is drawn for numbers as they are (scale None), and for samples of very different sizes.
+
+    Nothing where the user's code fails on plain numbers that aren't its own.
+    """
+    random, scales, found = np.random.default_rng(seed), np.random.default_rng(3), []
     with concrete():
-        for scale in _scales():
-            made = [_made(data[0], random, -1.0, scale), _made(data[1], random, 0.05, scale)]
-            made.append(_made(data[2], random, 0.05))
+        for scale in (None, *(10 ** scales.uniform(*_SCALES, _FIRST + _SECOND) for _ in range(_NUM_SCALED))):
             try:
-                parts = [(size, loss(made, rows)) for size, rows in _parts()]
-                kinds.append(_kinds(loss(made, slice(None)), parts))
-            except Exception:  # whatever the user's own code raises on numbers that aren't theirs
+                found.append(draw(random, scale))
+            except Exception:  # whatever the user's own code raises
                 if scale is None:
-                    return Kind.NEITHER
-    return _agreed(kinds)
+                    return []
+    return found
 
 
-def _parts() -> list[tuple[int, slice]]:
-    return [(_FIRST, slice(0, _FIRST)), (_SECOND, slice(_FIRST, None))]
-
-
-def _scales() -> Iterator[Any]:
-    """None, for numbers as they are, and sizes of the samples of further batches."""
-    yield None
-    random = np.random.default_rng(3)
-    for _ in range(_NUM_SCALED):
-        yield 10 ** random.uniform(*_SCALES, _FIRST + _SECOND)
-
-
-def _kinds(whole: float, parts: _Parts) -> set[Kind]:
+def _kinds(whole: float, first: float, second: float) -> set[Kind]:
     """The weightings that give the value for the whole; both where it is nothing or not finite."""
-    weighted = {
-        Kind.SAMPLES: [size * value / (_FIRST + _SECOND) for size, value in parts],
-        Kind.SUM: [value for _, value in parts],
-    }
+    num_samples = _FIRST + _SECOND
+    weighted = {Kind.SAMPLES: [_FIRST * first / num_samples, _SECOND * second / num_samples], Kind.SUM: [first, second]}
     return {kind for kind, values in weighted.items() if _is_sum(whole, values)}
 
 
 def _agreed(draws: list[set[Kind]]) -> Kind:
     """The one weighting that holds for each batch, and that one batch at least tells from the other."""
-    left = set.intersection(*draws)
+    left = set.intersection(*draws) if draws else set()
     return left.pop() if len(left) == 1 else Kind.NEITHER
 
 

@@ -7,7 +7,7 @@ layers of a Functional or Sequential model, is recomputed as one, on a model tha
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
     model runs them.
     """
     recompute = _backend_recompute(model)
-    undo: list[Undo] = []
+    undo = ExitStack()
     runs: dict[int, list[_Part]] = {}
     parts = [part_at(model, path) for path in settings.checkpoint]
     _check_apart(parts)
@@ -39,19 +39,14 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
         if part.graph is not None:
             runs.setdefault(id(part.graph), []).append(part)
         else:
-            undo.append(_replaced(part.layers[0], "call", _recomputed_call(part.layers[0], recompute)))
+            _replace(undo, part.layers[0], "call", _recomputed_call(part.layers[0], recompute))
     for chosen in runs.values():
         graph = chosen[0].graph
-        undo.append(_replaced(graph, "_run_through_graph", _Steps(graph, chosen, recompute)))
+        _replace(undo, graph, "_run_through_graph", _GraphRun(graph, chosen, recompute))
     # Keras builds the step anew.
+    undo.callback(setattr, model, "train_function", None)
     model.train_function = None
-
-    def undo_all() -> None:
-        while undo:
-            undo.pop(0)()
-        model.train_function = None
-
-    return undo_all
+    return undo.close
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +131,13 @@ def _check_apart(parts: Sequence[_Part]) -> None:
                     )
 
 
-def _replaced(target: Any, name: str, value: Any) -> Undo:
-    """Puts a method on the instance; returns what puts back the one that was there."""
-    before = target.__dict__.get(name)
+def _replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
+    """Puts a method on the instance, until `undo` puts back the one that was there."""
+    if name in target.__dict__:
+        undo.callback(target.__dict__.__setitem__, name, target.__dict__[name])
+    else:
+        undo.callback(target.__dict__.pop, name, None)
     target.__dict__[name] = value
-
-    def undo() -> None:
-        if before is None:
-            target.__dict__.pop(name, None)
-        else:
-            target.__dict__[name] = before
-
-    return undo
 
 
 def _recomputed_call(layer: Any, recompute: Callable[..., list[Any]]) -> Callable[..., Any]:
@@ -163,7 +153,7 @@ def _recomputed_call(layer: Any, recompute: Callable[..., list[Any]]) -> Callabl
     return call
 
 
-class _Steps:
+class _GraphRun:
     """Runs a graph, some of its calls as one that is recomputed."""
 
     def __init__(self, graph: Any, runs: Sequence[_Part], recompute: Callable[..., list[Any]]) -> None:
@@ -217,9 +207,7 @@ class _Segment:
         later = {id(symbol) for node in nodes[run.end :] for symbol in node.input_tensors}
         later |= {id(symbol) for symbol in graph.outputs}
         self._takes = list({id(s): s for node in self._nodes for s in node.input_tensors if id(s) not in made})
-        self._gives = [
-            key for key in dict.fromkeys(id(s) for node in self._nodes for s in node.outputs) if key in later
-        ]
+        self._gives = list({id(s): s for node in self._nodes for s in node.outputs if id(s) in later})
         self._stateless = StatelessCall(run.layers)
 
     def __call__(self, values: dict[int, Any], call: Callable[..., None], recompute: Callable[..., list[Any]]) -> None:

@@ -19,14 +19,10 @@ _STATE_ELEMENTS = 65_536
 
 
 class _Unknown(BaseException):
-    """A variable was used that isn't among those of the layers, or was changed that is taken for a weight.
+    """A variable, given as argument, was used that isn't among the layers', or changed that is taken for a weight.
 
     Not an `Exception`: Keras makes others of these on their way.
     """
-
-    def __init__(self, variable: Any) -> None:
-        super().__init__(variable.path)
-        self.variable = variable
 
 
 class _Scope(keras.StatelessScope):  # type: ignore[misc,unused-ignore]
@@ -43,8 +39,11 @@ class _Scope(keras.StatelessScope):  # type: ignore[misc,unused-ignore]
     def get_current_value(self, variable: Any) -> Any:
         """The value of a variable here."""
         value = super().get_current_value(variable)
-        if value is None and (internals.tensor_of(variable) is not None or _is_shared_seed(variable)):
-            raise _Unknown(variable)
+        if value is None:
+            # Keras draws from a shared generator where no seed is given, which is made when first drawn from.
+            shared = internals.global_seed_generator()
+            if internals.tensor_of(variable) is not None or (shared is not None and shared.state is variable):
+                raise _Unknown(variable)
         return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -60,12 +59,6 @@ class _Scope(keras.StatelessScope):  # type: ignore[misc,unused-ignore]
             value = stop(value) + (given - stop(given))
         super().add_update((variable, value))
         self.changed[id(variable)] = variable
-
-
-def _is_shared_seed(variable: Any) -> bool:
-    """Whether it belongs to the generator that Keras draws from where no seed is given, made when first drawn from."""
-    generator = internals.global_seed_generator()
-    return generator is not None and generator.state is variable
 
 
 @dataclass(slots=True)
@@ -87,8 +80,8 @@ class StatelessCall:
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = list(layers)
         self._found: list[Any] = []
+        # Variables that are changed although they look like weights.
         self._changing: set[int] = set()
-        """Variables that are changed although they look like weights."""
 
     def __call__(self, run: Callable[[Any], Any], inputs: Any, recompute: Recompute) -> Any:
         """Calls `run(inputs)`, by way of `recompute`, with its effects on the layers' state and losses once.
@@ -99,16 +92,13 @@ class StatelessCall:
             try:
                 return self._call(run, inputs, recompute)
             except _Unknown as unknown:
-                self._learn(unknown.variable)
-
-    def _learn(self, variable: Any) -> None:
-        known = {id(one) for group in self._variables() for one in group}
-        if id(variable) in known:
-            self._changing.add(id(variable))
-            return
-        if internals.tensor_of(variable) is None:
-            internals.make_variables()
-        self._found.append(variable)
+                (variable,) = unknown.args
+            if id(variable) in {id(known) for group in self._variables() for known in group}:
+                self._changing.add(id(variable))
+                continue
+            if internals.tensor_of(variable) is None:
+                internals.make_variables()
+            self._found.append(variable)
 
     def _variables(self) -> tuple[list[Any], list[Any]]:
         """Weights and state, each variable once."""

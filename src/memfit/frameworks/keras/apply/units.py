@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from memfit.core.errors import BadModel
+from memfit.core.step_facts import Part
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.workload import Call, recorded
 from memfit.frameworks.keras.batch import item_bytes
@@ -32,41 +33,24 @@ _LARGE_SHARE = 0.6
 _LEAST_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A part of a model that can be computed again as one; `path` is as in `Settings.checkpoint`."""
-
-    path: str
-    kept_bytes_per_sample: int  # for the backward pass, by the plain step
-    boundary_bytes_per_sample: int
-    num_parameters: int
-    flops_per_sample: int  # of the forward pass; 0 where unknown
-
-
-def units(model: keras.Model, inputs: Any = None) -> tuple[Unit, ...]:
-    """What can be recomputed, in the order of execution; no two overlap.
+def units(model: keras.Model, inputs: Any = None) -> tuple[Part, ...]:
+    """What can be recomputed, in the order of execution; no two overlap. Their work is in floating-point operations.
 
     Subclassed models and unknown sizes need a batch of inputs: arrays, or anything with `shape` and `dtype`.
     """
-    if inputs is None:
-        inputs = _declared_inputs(model)
-    call = recorded(model, inputs)
-    if call is None and internals.graph_of(model) is None:
+    graph = internals.graph_of(model)
+    if inputs is None and graph is None:
+        raise BadModel(
+            f"the model {model.name!r} doesn't say what it takes, since it is no Functional or Sequential model. "
+            "Give a batch of its inputs."
+        )
+    call = recorded(model, internals.structure_of(graph)[0] if inputs is None else inputs)
+    if call is None and graph is None:
         raise BadModel(
             f"the parts of {model.name!r} can't be found: Keras can't follow the model without running it. "
             "Name layers to recompute yourself, or leave recomputation out."
         )
-    return tuple(unit for unit in _Finder(model, call).inside(model, call) if unit.kept_bytes_per_sample > 0)
-
-
-def _declared_inputs(model: keras.Model) -> Any:
-    graph = internals.graph_of(model)
-    if graph is not None:
-        return internals.structure_of(graph)[0]
-    raise BadModel(
-        f"the model {model.name!r} doesn't say what it takes, since it is no Functional or Sequential model. "
-        "Give a batch of its inputs."
-    )
+    return tuple(unit for unit in _Finder(model, call).inside(model, call) if unit.kept_bytes > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +60,8 @@ class _Step:
     node: Any
     call: Call | None  # what was noted down of it; None for operations that aren't layers
     made_bytes: int  # per sample, of what it returns
-
-    @property
-    def inner_bytes(self) -> int:
-        """What it keeps beside inputs and outputs."""
-        return 0 if self.call is None else self.call.inner_bytes
-
-    @property
-    def flops(self) -> int:
-        """Of its forward pass."""
-        return 0 if self.call is None else self.call.flops
+    inner_bytes: int  # per sample, of what it keeps beside inputs and outputs
+    flops: int  # per sample, of its forward pass
 
 
 class _Finder:
@@ -93,11 +69,11 @@ class _Finder:
 
     def __init__(self, model: keras.Model, call: Call | None) -> None:
         self._paths = layer_paths(model)
-        self._total = 0 if call is None else call.inner_bytes
+        self._large_bytes = 0 if call is None else _LARGE_SHARE * call.inner_bytes
+        # Layers that are part of a unit: a second call of a shared layer belongs to no other one.
         self._used: set[int] = set()
-        """Layers that are part of a unit: a second call of a shared layer belongs to no other one."""
 
-    def inside(self, layer: Any, call: Call | None) -> Iterator[Unit]:
+    def inside(self, layer: Any, call: Call | None) -> Iterator[Part]:
         """The units inside of a layer."""
         graph = internals.graph_of(layer)
         if graph is not None:
@@ -109,11 +85,11 @@ class _Finder:
             for part in call.calls:
                 yield from self._of_call(part)
 
-    def _of_call(self, call: Call) -> Iterator[Unit]:
+    def _of_call(self, call: Call) -> Iterator[Part]:
         """A layer that is called by one that isn't a graph: as one, or what is inside."""
         if id(call.layer) in self._used or id(call.layer) not in self._paths or not call.inner_bytes:
             return
-        if self._is_large(call) and (call.calls or internals.graph_of(call.layer) is not None):
+        if call.inner_bytes > self._large_bytes and (call.calls or internals.graph_of(call.layer) is not None):
             found = list(self.inside(call.layer, call))
             if len(found) > 1:
                 yield from found
@@ -122,12 +98,9 @@ class _Finder:
         width = item_bytes(str(getattr(call.layer, "compute_dtype", None) or "float32"))
         taken = sum(math.prod(shape[1:]) for shape in call.inputs) * width
         if call.inner_bytes >= _LEAST_SHARE * taken:
-            yield Unit(self._paths[id(call.layer)], call.inner_bytes, taken, call.layer.count_params(), call.flops)
+            yield Part(self._paths[id(call.layer)], call.inner_bytes, call.flops)
 
-    def _is_large(self, call: Call) -> bool:
-        return call.inner_bytes > _LARGE_SHARE * self._total
-
-    def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[Unit]:
+    def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[Part]:
         """The unit that calls from `start` to `end` make; none where it would save little."""
         # Embeddings keep little: what they give on is kept anyway, and their table is a weight.
         embeddings = [i for i in range(start, end) if isinstance(steps[i].node.operation, keras.layers.Embedding)]
@@ -136,8 +109,8 @@ class _Finder:
             return
         run = steps[start:end]
         only = run[0].call if len(run) == 1 and run[0].inner_bytes else None
-        if only is not None and self._is_large(only):
-            found = list(self.inside(run[0].node.operation, only)) if only.calls else []
+        if only is not None and only.calls and only.inner_bytes > self._large_bytes:
+            found = list(self.inside(run[0].node.operation, only))
             if len(found) > 1:
                 yield from found
                 return
@@ -158,8 +131,7 @@ class _Finder:
                 # A run that begins or ends with a further call of a shared layer has no name.
                 return
             path = ":".join(f"{prefix}.{name}".lstrip(".") for name in ends)
-        parameters = sum(layer.count_params() for layer in layers)
-        yield Unit(path, kept, taken, parameters, sum(step.flops for step in run))
+        yield Part(path, kept, sum(step.flops for step in run))
 
 
 def _steps(graph: Any, call: Call | None) -> list[_Step]:
@@ -172,7 +144,8 @@ def _steps(graph: Any, call: Call | None) -> list[_Step]:
         calls = noted.get(id(node.operation), [])
         one = calls.pop(0) if calls else None
         made = sum(_symbol_bytes(symbol) for symbol in node.outputs) if one is None else one.made_bytes
-        steps.append(_Step(node, one, made))
+        inner, flops = (0, 0) if one is None else (one.inner_bytes, one.flops)
+        steps.append(_Step(node, one, made, inner, flops))
     return steps
 
 
@@ -212,7 +185,7 @@ def _cuts(steps: list[_Step], graph: Any) -> list[int]:
         if len(short) <= 1:
             narrow.append((index + 1, sum(short)))
     ends = _chosen(narrow, steps)
-    return [*ends, len(steps)] if not ends or ends[-1] != len(steps) else ends
+    return ends if ends[-1:] == [len(steps)] else [*ends, len(steps)]
 
 
 def _chosen(narrow: list[tuple[int, int]], steps: list[_Step]) -> list[int]:
@@ -225,15 +198,10 @@ def _chosen(narrow: list[tuple[int, int]], steps: list[_Step]) -> list[int]:
         ends_chain = after[0] != place + 1
         # The last of equally narrow places: what follows is wider.
         is_narrow = ends_chain or (_WIDENS * size < after[1] and (before[0] != place - 1 or size <= before[1]))
-        heavy = _is_heavy(steps[place - 1]) or (place < len(steps) and _is_heavy(steps[place]))
+        # Next to a call that is worth recomputing by itself.
+        is_heavy = any(step.inner_bytes > 2 * step.made_bytes > 0 for step in steps[place - 1 : place + 1])
         chain = 1 + chain if before[0] == place - 1 else 1
-        is_long = chain >= _CHAIN_CALLS
-        if is_narrow or heavy or is_long:
+        if is_narrow or is_heavy or chain >= _CHAIN_CALLS:
             chosen.append(place)
             chain = 0
     return chosen
-
-
-def _is_heavy(step: _Step) -> bool:
-    """Whether a call is worth recomputing by itself."""
-    return step.inner_bytes > 2 * step.made_bytes > 0

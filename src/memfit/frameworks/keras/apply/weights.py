@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any
 
 from keras import ops
@@ -66,16 +67,6 @@ class Share:
     values: list[Any]  # of single outputs that Keras keeps a metric of
 
 
-class _Recorder:
-    """Stands where Keras updates the metric of an output's loss."""
-
-    def __init__(self, values: list[Any]) -> None:
-        self._values = values
-
-    def update_state(self, value: Any, sample_weight: Any = None) -> None:
-        self._values.append(value)
-
-
 class BatchLoss:
     """The loss that a model was compiled with, in shares; `find_kind` tells how one that isn't Keras's counts."""
 
@@ -123,7 +114,9 @@ class BatchLoss:
         compiled = internals.compiled_loss(self._model)
         losses = enumerate(internals.losses_of(self._model))
         shares = [_PartLoss(loss, index, part, self._kind_of) for index, loss in losses]
-        recorders = [_Recorder(values) for _ in compiled.metrics]
+        # Stands where Keras updates the metric of an output's loss.
+        recorder = SimpleNamespace(update_state=lambda value, sample_weight=None: values.append(value))
+        recorders = [recorder for _ in compiled.metrics]
         return internals.with_losses(compiled, shares, recorders)(y, y_pred, sample_weight)
 
     def _kind_of(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Kind:
@@ -163,22 +156,24 @@ class _PartLoss:
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if self._part.counting:
-            count = self._count(y, y_pred, sample_weight)
+            count = _count(self._loss, y, y_pred, sample_weight)
             self._part.counted.append(ops.cast(count, self._loss.dtype))
             return ops.zeros((), self._loss.dtype)
         kind = self._kind_of(self._loss, y, y_pred, sample_weight)
         return share_of(self._loss, self._part, self._index, kind, y, y_pred, sample_weight)
 
-    def _count(self, y: Any, y_pred: Any, sample_weight: Any) -> Any:
-        _, values, mask = _summed(self._loss, y, y_pred, sample_weight)
-        reduction = self._loss.reduction
-        if values is None or reduction not in _MEANS:
-            return 0
-        if reduction != "mean_with_sample_weight":
-            return 0 if mask is None else ops.sum(ops.cast(mask, self._loss.dtype))
-        if sample_weight is None and mask is None:
-            return 0
-        return ops.sum(_merged(sample_weight, mask, values.dtype, reduction))
+
+def _count(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """What a loss divides by that only its mask and weights tell; 0 where neither counts."""
+    _, values, mask = _summed(loss, y, y_pred, sample_weight)
+    if values is None or loss.reduction not in _MEANS or (sample_weight is None and mask is None):
+        return 0
+    if loss.reduction != "mean_with_sample_weight":
+        return 0 if mask is None else ops.sum(ops.cast(mask, loss.dtype))
+    weight = None if sample_weight is None else ops.cast(sample_weight, values.dtype)
+    if mask is None:
+        return ops.sum(weight)
+    return ops.sum(internals.merged_mask(weight, ops.cast(mask, values.dtype), values.dtype, loss.reduction))
 
 
 def share_of(loss: Any, part: Part, index: int, kind: Kind, y: Any, y_pred: Any, sample_weight: Any) -> Any:
@@ -213,7 +208,7 @@ def _summed(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, An
         seen.append(loss.call(y_true, y_pred))
         return seen[-1]
 
-    summed = _copy(loss)
+    summed = internals.copied(loss)
     summed.reduction = "sum"
     summed.call = call
     total = summed(y, y_pred, sample_weight)
@@ -224,20 +219,6 @@ def _summed(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, An
     masks = [mask for mask in (internals.get_mask(y_pred), internals.get_mask(values)) if mask is not None]
     mask = None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
     return total, ops.convert_to_tensor(values, dtype=loss.dtype), mask
-
-
-def _copy(loss: Any) -> Any:
-    """A loss with the same contents; `copy.copy` would save and load it, which the compiled loss refuses."""
-    copied = object.__new__(type(loss))
-    copied.__dict__.update(loss.__dict__)
-    return copied
-
-
-def _merged(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
-    if mask is None:
-        return ops.cast(sample_weight, dtype)
-    weight = None if sample_weight is None else ops.cast(sample_weight, dtype)
-    return internals.merged_mask(weight, ops.cast(mask, dtype), dtype, reduction)
 
 
 def _size(tensor: Any, dtype: Any) -> Any:

@@ -44,7 +44,7 @@ def recorded(model: keras.Model, inputs: Any) -> Call | None:
         if value is None:
             return None
         sizes = (1 if length is None else int(length) for length in tuple(value.shape)[1:])
-        return keras.KerasTensor((_BATCH, *sizes), dtype=_dtype(value))
+        return keras.KerasTensor((_BATCH, *sizes), dtype=str(keras.backend.standardize_dtype(value.dtype)))
 
     symbolic = keras.tree.map_structure(symbol, inputs)
     top = Call(model)
@@ -55,10 +55,6 @@ def recorded(model: keras.Model, inputs: Any) -> Call | None:
             # Layers of users may do what has no symbols; the plain step shows whatever is really wrong.
             return None
     return top.calls[0] if top.calls else None
-
-
-def _dtype(value: Any) -> str:
-    return str(keras.backend.standardize_dtype(value.dtype))
 
 
 @contextmanager
@@ -87,12 +83,15 @@ def _noting(top: Call) -> Iterator[None]:
 
 def _fill(one: Call, inputs: Any, outputs: Any) -> None:
     tensors = [value for value in keras.tree.flatten(outputs) if hasattr(value, "shape") and hasattr(value, "dtype")]
-    one.inputs = [_sizes(value) for value in keras.tree.flatten(inputs) if hasattr(value, "shape")]
-    one.outputs = [_sizes(value) for value in tensors]
+    one.inputs, one.outputs = (
+        [tuple(1 if length is None else int(length) for length in value.shape) for value in given]
+        for given in ((value for value in keras.tree.flatten(inputs) if hasattr(value, "shape")), tensors)
+    )
+    widths = [item_bytes(str(keras.backend.standardize_dtype(value.dtype))) for value in tensors]
     if not isinstance(one.layer, _VIEWS):
-        sizes = zip(one.outputs, tensors, strict=True)
-        one.made_bytes = sum(math.prod(shape) * item_bytes(_dtype(value)) for shape, value in sizes) // _BATCH
-    width = item_bytes(_dtype(tensors[0])) if tensors else 4
+        sizes = zip(one.outputs, widths, strict=True)
+        one.made_bytes = sum(math.prod(shape) * width for shape, width in sizes) // _BATCH
+    width = widths[0] if widths else 4
     elements, operations = _own_work(one)
     if elements is None:
         one.inner_bytes = sum(part.made_bytes + part.inner_bytes for part in one.calls)
@@ -100,10 +99,6 @@ def _fill(one: Call, inputs: Any, outputs: Any) -> None:
     else:
         one.inner_bytes, one.flops = elements * width // _BATCH, operations // _BATCH
         one.calls = []
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    return tuple(1 if length is None else int(length) for length in value.shape)
 
 
 def _own_work(one: Call) -> tuple[int | None, int]:
@@ -118,7 +113,10 @@ def _own_work(one: Call) -> tuple[int | None, int]:
         return _recurrent(one)
     kernel = getattr(layer, "kernel", None)
     if isinstance(layer, layers.EinsumDense):
-        return _activation(layer, made), 2 * made * _contracted(layer)
+        # Terms of each sum: the sizes of the kernel's letters that the result lacks.
+        sides, _, result = layer.equation.replace("...", "").partition("->")
+        sizes = zip(sides.split(",")[1], layer.kernel.shape, strict=False)
+        return _activation(layer, made), 2 * made * math.prod(size for letter, size in sizes if letter not in result)
     if isinstance(layer, layers.Dense):
         return _activation(layer, made), 2 * made * one.inputs[0][-1]
     if kernel is None:
@@ -137,14 +135,6 @@ def _activation(layer: Any, made: int) -> int:
     """What an activation function inside of a layer keeps beside its result."""
     name = getattr(getattr(layer, "activation", None), "__name__", "linear")
     return 0 if name in _BY_RESULT else made
-
-
-def _contracted(layer: Any) -> int:
-    """Terms of each sum of an EinsumDense."""
-    sides, _, result = layer.equation.replace("...", "").partition("->")
-    letters = sides.split(",")[1]
-    sizes = dict(zip(letters, layer.kernel.shape, strict=False))
-    return math.prod(size for letter, size in sizes.items() if letter not in result)
 
 
 def _attention(one: Call) -> tuple[int, int]:

@@ -20,8 +20,6 @@ import numpy
 
 from memfit.frameworks.keras.streaming import KerasStream
 
-_ITERATOR = "epoch_iterator"
-_CALLBACKS = "callbacks"
 _count = itertools.count()
 
 
@@ -31,26 +29,20 @@ class Data:
     def __init__(self, iterator: Any, *, is_ordered: bool) -> None:
         self._iterator = iterator
         self._adapter = getattr(iterator, "data_adapter", None)
-        self.stream: KerasStream | None = None
         found = getattr(self._adapter, "py_dataset", None)
-        if isinstance(found, KerasStream):
-            self.stream = found
-        self._seed = 0
-        self._epoch = 0
-        self._shuffle = ""
-        self._pass: dict[str, Any] = {"random": None, "epoch": 0, "position": 0}
-        """The pass in progress: random states and epoch at its beginning, batches of earlier epochs. Keras begins the
-        next pass before the epoch ends that ends the last one: until then the number is below zero."""
-        self._num_done = 0
-        self._resumed: dict[str, Any] | None = None
-        self._left_to_count = 0
-        self._is_boundary = False
-        """Whether the resumed position is between two epochs: nothing is passed over that `caught_up` would follow."""
+        self.stream: KerasStream | None = found if isinstance(found, KerasStream) else None
         self._stream_at: Any = None
-        if iterator is None or not is_ordered:
-            return
-        self._seed = order_seed()
-        self._follow(iterator)
+        self._seed = self._epoch = self._num_done = self._left_to_count = 0
+        self._shuffle = ""
+        # The pass in progress: random states and epoch at its beginning, batches of earlier epochs. Keras begins the
+        # next pass before the epoch ends that ends the last one: until then the number is below zero.
+        self._pass: dict[str, Any] = {"random": None, "epoch": 0, "position": 0}
+        self._resumed: dict[str, Any] | None = None
+        # Whether the resumed position is between two epochs: nothing is passed over that `caught_up` would follow.
+        self._is_boundary = False
+        if iterator is not None and is_ordered:
+            self._seed = order_seed()
+            self._follow(iterator)
 
     @property
     def is_generator(self) -> bool:
@@ -61,11 +53,6 @@ class Data:
     def is_tf_dataset(self) -> bool:
         """Whether TensorFlow makes it, in an order that it doesn't tell."""
         return type(self._adapter).__name__ == "TFDatasetAdapter"
-
-    @property
-    def is_known(self) -> bool:
-        """Whether Keras's iterator was found."""
-        return self._iterator is not None
 
     @property
     def goes_on(self) -> bool:
@@ -184,8 +171,8 @@ def found_in_fit() -> tuple[Any, list[Any]]:
     frame = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals if frame.f_code.co_name == "fit" else {}
-        if _ITERATOR in names and hasattr(names[_ITERATOR], "_get_iterator"):
-            return names[_ITERATOR], list(getattr(names.get(_CALLBACKS), "callbacks", []))
+        if hasattr(names.get("epoch_iterator"), "_get_iterator"):
+            return names["epoch_iterator"], list(getattr(names.get("callbacks"), "callbacks", []))
         frame = frame.f_back  # type: ignore[assignment]
     return None, []
 

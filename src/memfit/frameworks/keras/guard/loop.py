@@ -87,10 +87,9 @@ class KerasLoop(GuardedLoop):
         self._num_epochs = num_epochs
         self._states: CallbackStates | None = None
         self._epoch = self._batch = self._skip = 0
+        # The epoch that has just ended, with its logs, and whether the next batch is the first of an epoch.
         self._ended: tuple[int, dict[str, Any]] | None = None
-        """The epoch that has just ended, with its logs."""
         self._at_end = False
-        """Whether the next batch is the first of an epoch."""
         self._resumed: Resumed | None = None
         self._position: dict[str, Any] = {}
         self.batch = None
@@ -307,7 +306,7 @@ class KerasLoop(GuardedLoop):
         if settings.checkpoint:
             tried += ", with recomputation of everything that can be recomputed"
         asked = f" {format_size(failure.requested_bytes)} were asked for." if failure.requested_bytes else ""
-        held = sum(variables.size_bytes(group) for group in variables.grouped(self.model).values())
+        held = sum(map(variables.size_bytes, variables.grouped(self.model).values()))
         why = f" Batches aren't split: {why_whole}" if why_whole else ""
         return (
             f"memory ran out, and nothing is left to try. Tried last: {tried}.{asked} The variables of "
@@ -435,7 +434,7 @@ class KerasLoop(GuardedLoop):
 
     def _load_history(self, resumed: "Resumed") -> None:
         history = getattr(self.model, "history", None)
-        if history is not None and hasattr(history, "history"):
+        if hasattr(history, "history"):
             history.history.update({name: list(values) for name, values in resumed.progress["history"].items()})
             history.epoch = list(resumed.progress["epochs"])
 
@@ -460,14 +459,14 @@ class KerasLoop(GuardedLoop):
     @contextmanager
     def filled(self) -> Iterator[None]:
         """The variables have their values inside, also within an epoch on JAX; changed ones count afterwards."""
-        is_empty = self._steps.values() is not None
-        if is_empty:
-            self._steps.fill()
+        if self._steps.values() is None:
+            yield
+            return
+        self._steps.fill()
         try:
             yield
         finally:
-            if is_empty:
-                self._steps.load()
+            self._steps.load()
 
     def give_back(self) -> None:
         """The variables have their values again, also where the step in progress failed."""

@@ -41,18 +41,16 @@ class LoopState:
         `instead` is called in place of `stateless_apply`, with that, the optimizer and its arguments.
         """
         for name in ("apply", "stateless_apply"):
-            optimizer = internals.base_optimizer().BaseOptimizer
-            plain = getattr(optimizer, name)
-            setattr(optimizer, name, self._noting(plain, instead if name != "apply" else None))
+            base = internals.base_optimizer().BaseOptimizer
+            setattr(base, name, self._noting(getattr(base, name), instead if name != "apply" else None))
 
     def _noting(self, plain: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:
         @functools.wraps(plain)
         def update(optimizer: Any, *arguments: Any, **named: Any) -> Any:
-            if all(one is not optimizer for one in self.optimizers):
+            if all(known is not optimizer for known in self.optimizers):
                 self.optimizers.append(optimizer)
-            if instead is not None:
-                return instead(plain, optimizer, *arguments, **named)
-            return plain(optimizer, *arguments, **named)
+            run = plain if instead is None else functools.partial(instead, plain)
+            return run(optimizer, *arguments, **named)
 
         return update
 
@@ -60,11 +58,10 @@ class LoopState:
         """Says what each variable is for; `touched` are the backend's own that the turn uses, by `handle_of`."""
         self._updated = [one for optimizer in self.optimizers for one in internals.updated_by(optimizer)]
         models = self._models({*touched, *map(handle_of, self._updated)})
-        prefixes = {id(model): f"{model.name}." if len(models) > 1 else "" for model in models}
         found: list[Held] = []
         layers: list[str] = []
         for model in models:
-            prefix = prefixes[id(model)]
+            prefix = f"{model.name}." if len(models) > 1 else ""
             paths = [path for path in layer_paths(model).values() if path]
             layers += [f"{prefix}{path}" for path in paths] + ([str(model.name)] if prefix else [])
             for one in held(model, training=False):

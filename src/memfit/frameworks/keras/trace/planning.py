@@ -10,9 +10,10 @@ import keras
 import numpy as np
 
 from memfit.core.errors import MemfitError
+from memfit.core.step_facts import Part
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import check_split, listed, with_random_numbers, with_statistics
-from memfit.frameworks.keras.apply.units import Unit, units
+from memfit.frameworks.keras.apply.units import units
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
 from memfit.frameworks.keras.model import build
 from memfit.frameworks.keras.trace.restoration import untouched
@@ -46,7 +47,7 @@ def splitting(model: Any, batch: Batch) -> Splitting:
         return Splitting("", words, bool(with_random_numbers(model)))
 
 
-def recomputable(model: Any, batch: Batch) -> tuple[tuple[Unit, ...], str]:
+def recomputable(model: Any, batch: Batch) -> tuple[tuple[Part, ...], str]:
     """(parts that can be computed again in order of execution, why there are none or "")."""
     with untouched(model):
         build(model, batch, training=True)
