@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import AUTOCASTS, OPTIMIZERS, Job
 from memfit.core.plan import Plan
-from memfit.core.progress import doing
 from memfit.core.settings import Keeps
 from memfit.core.step_facts import StepFacts
 from memfit.frameworks.keras.trace.job import OpenModel
@@ -52,38 +51,9 @@ def planned_job(job: Job, precision: str) -> Job:
 
 def planning(tracer: OpenModel, target: Device) -> StepFacts:
     """What can be split and recomputed, and how fast the model is."""
-    from memfit.frameworks.keras.trace import planning as questions
+    from memfit.frameworks.keras.trace.planning import facts_of
 
-    model, batch = tracer.model, tracer.batch
-    with doing("checking whether the batch can be split"):
-        splitting = questions.splitting(model, batch)
-    not_split = splitting.refused
-    if not not_split and tracer.batch_size is None:
-        not_split = "the arrays of the batch have no common first dimension"
-    with doing("finding what can be recomputed"):
-        units, not_recomputed = questions.recomputable(model, batch)
-    return StepFacts(
-        framework=f"keras:{tracer.backend}",
-        precisions=AUTOCASTS,
-        moves=frozenset({"lora", "qlora", *(("jit-compile",) if _may_compile(tracer, target) else ())}),
-        parts=units,
-        not_recomputed=not_recomputed,
-        not_split=not_split,
-        approximate=splitting.approximate,
-        draws_random_numbers=splitting.random,
-        loop_factor=questions.loop_factor(model, on_host=target.kind is Kind.HOST),
-        time_forward=lambda: questions.time_forward(model, batch),
-    )
-
-
-def _may_compile(tracer: OpenModel, target: Device) -> bool:
-    """Whether compiling the step as a whole would be a change that helps."""
-    if tracer.backend != "tensorflow" or target.kind is not Kind.CUDA:
-        return False
-    from memfit.frameworks.keras.trace.tensorflow_backend import compiles_on
-
-    is_compiled = tracer.model.jit_compile or compiles_on(tracer.model, target, None)
-    return not is_compiled and not tracer.model.run_eagerly
+    return facts_of(tracer.model, tracer.batch, target)
 
 
 def apply(plan: Plan, model: Any, optimizer: Any) -> Any:

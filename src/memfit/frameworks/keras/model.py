@@ -81,7 +81,7 @@ def check_inputs(model: Any, batch: Batch) -> None:
     if not inputs or has_own_step(model):
         # A training step of the model's own decides which part of a batch goes where.
         return
-    given = [spec for spec in flatten(batch.x) if spec is not None]
+    given = flatten(batch.x)
     if isinstance(batch.x, dict):
         names = [tensor.name for tensor in inputs]
         missing = set(names) - set(batch.x)
@@ -128,7 +128,7 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
     """
     if training and has_own_step(model) and _is_built_by_its_step(model):
         return
-    symbolic = mapped(lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype), batch.data)
+    symbolic = mapped(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), batch.data)
     # Keras then leaves the optimizer alone: each backend has its own way to build it.
     optimizer = model.optimizer if training else None
     was_built = optimizer is not None and optimizer.built

@@ -7,6 +7,7 @@ figure is at hand it is the truth; TensorFlow gives none.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from memfit.frameworks.xla.liveness import Buffer, Lives
 
@@ -64,8 +65,8 @@ def lay_out(lives: Lives) -> Layout:
                     packed[place] = buffer
     groups = sorted(_overwritten(packed), key=lambda group: -group.size_bytes)
     groups, rest = groups[:_MOST_PACKED], groups[_MOST_PACKED:]
-    by_life = sorted(groups, key=lambda group: (-group.length, -group.size_bytes))
-    by_size = sorted(groups, key=lambda group: (-group.size_bytes, -group.length))
+    by_life = sorted(groups, key=lambda group: (group.start - group.end, -group.size_bytes))
+    by_size = sorted(groups, key=lambda group: (-group.size_bytes, group.start - group.end))
     temporary = min(_best_fit(by_size), _best_fit(by_life)) + sum(group.size_bytes for group in rest)
     return Layout(arguments, outputs + lives.table_bytes, temporary, constants)
 
@@ -80,24 +81,13 @@ def _collide(buffers: tuple[Buffer, ...], one: int, other: int) -> bool:
     )
 
 
-@dataclass(slots=True)
-class _Group:
+class _Group(NamedTuple):
     """Buffers of which one is written over the other."""
 
     size_bytes: int
+    start: int
+    end: int
     spans: _Spans
-
-    @property
-    def start(self) -> int:
-        return min(start for start, _ in self.spans)
-
-    @property
-    def end(self) -> int:
-        return max(end for _, end in self.spans)
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
 
 
 def _overwritten(buffers: dict[int, Buffer]) -> list[_Group]:
@@ -109,8 +99,9 @@ def _overwritten(buffers: dict[int, Buffer]) -> list[_Group]:
         joined = (belongs[other] for other in sorted(buffer.overwrites) if other in belongs)
         target = next((group for group in joined if groups[group].end == buffer.start), place)
         belongs[place] = target
-        group = groups.setdefault(target, _Group(buffer.size_bytes, []))
-        group.spans.extend((value.start, value.end) for value in buffer.values)
+        size, start, end, spans = groups.get(target, (buffer.size_bytes, buffer.start, buffer.end, []))
+        spans = [*spans, *((value.start, value.end) for value in buffer.values)]
+        groups[target] = _Group(size, min(start, buffer.start), max(end, buffer.end), spans)
     return list(groups.values())
 
 

@@ -15,7 +15,7 @@ from memfit.core.settings import Settings
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply import probing
 from memfit.frameworks.keras.apply.probing import Concrete
-from memfit.frameworks.keras.apply.weights import BatchLoss, Kind, Part, Share
+from memfit.frameworks.keras.apply.weights import BatchLoss, Kind, NeedsWeights, Part, Share
 
 
 class SplitStep(ABC):
@@ -32,8 +32,7 @@ class SplitStep(ABC):
         self.settings = settings
         self.model = model
         self.plain = plain
-        self.is_counted = False
-        """Whether the denominators of the batch must be counted first."""
+        self._is_counted = False
         self._approximate = approximate
         self.loss = BatchLoss(model, self._kind_of_loss)
         self._step_kind: Kind | None = None
@@ -92,6 +91,26 @@ class SplitStep(ABC):
         kinds = [*self._added, *[Kind.SAMPLES] * (len(losses) - len(self._added))]
         others = list(zip(losses, kinds, strict=False))
         return self.loss.share(part, y, y_pred, sample_weight, others)
+
+    def part_loss(
+        self, data: tuple[Any, Any, Any], length: Any, num_samples: Any, weights: Any
+    ) -> tuple[Share, Any, Any]:
+        """(the share of a part, what to differentiate for it, its predictions)."""
+        y_pred = self.call(data[0])
+        losses = [] if self.has_own_loss else self.model.losses
+        self.prepare(data, losses)
+        found = self.share(Part(length, num_samples, weights), data, y_pred, losses)
+        optimizer = self.model.optimizer
+        return found, found.total if optimizer is None else optimizer.scale_loss(found.total), y_pred
+
+    def weighed(self, count: Callable[[], Any], run: Callable[[Any], Any]) -> Any:
+        """`run(weights)`, with the denominators of the batch counted first where a loss turns out to need them."""
+        try:
+            return run(count() if self._is_counted else None)
+        except NeedsWeights:
+            # Raised by the first part, before anything was added up.
+            self._is_counted = True
+            return run(count())
 
     def num_values(self) -> int:
         """Losses of single outputs that Keras keeps a metric of, and that are updated once for the batch."""

@@ -66,11 +66,8 @@ def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[En
                 continue
             dtype = keras.backend.standardize_dtype(variable.dtype)
             shape = tuple(int(size) for size in variable.shape)
-            yield Entry(name, dtype, shape, _item_bytes(variable), functools.partial(_pieces, value))
-
-
-def _pieces(value: Any) -> Iterator[memoryview]:
-    return array_pieces(keras.ops.convert_to_numpy(value))
+            pieces = functools.partial(lambda value: array_pieces(keras.ops.convert_to_numpy(value)), value)
+            yield Entry(name, dtype, shape, _item_bytes(variable), pieces)
 
 
 def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:

@@ -45,8 +45,11 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         if training:
             groups += [getattr(model.optimizer, "variables", []), model.metrics_variables]
         # The variables as `fit` passes them.
-        state = tuple([_shape(variable.shape, str(variable.dtype)) for variable in group] for group in groups)
-        data = mapped(_spec, batch.data)
+        state = tuple(
+            [jax.ShapeDtypeStruct(tuple(v.shape), jax.numpy.dtype(str(v.dtype))) for v in group] for group in groups
+        )
+        canonical = jax.dtypes.canonicalize_dtype
+        data = mapped(lambda s: jax.ShapeDtypeStruct(s.shape, canonical(jax.numpy.dtype(s.dtype))), batch.data)
         internals.leave_shardings(model)
         step = model.train_step
 
@@ -77,16 +80,6 @@ def as_shapes() -> Iterator[None]:
         finally:
             # They would get their values at the end of the scope.
             internals.forget_new_variables()
-
-
-def _shape(shape: Any, dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
-
-
-def _spec(spec: Any) -> Any:
-    if spec is None:
-        return None
-    return jax.ShapeDtypeStruct(spec.shape, jax.dtypes.canonicalize_dtype(jax.numpy.dtype(spec.dtype)))
 
 
 def step_timeline(

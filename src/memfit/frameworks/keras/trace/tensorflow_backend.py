@@ -54,7 +54,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
         # A step of the model's own makes the variables of the optimizers that it really uses, as in `fit`.
         if training and not has_own_step(model) and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        data = mapped(lambda spec: None if spec is None else tf.TensorSpec(spec.shape, spec.dtype), batch.data)
+        data = mapped(lambda spec: tf.TensorSpec(spec.shape, spec.dtype), batch.data)
         step = model.train_step
         if not training:
             step, data = model.predict_step, (data[0],) if isinstance(data, tuple) else (data,)

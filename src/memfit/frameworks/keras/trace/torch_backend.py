@@ -70,7 +70,9 @@ class _Tracer:
             stack.enter_context(_little_garbage())
             stack.enter_context(torch.inference_mode(False))
             self._swap(stack)
-            data = mapped(_as_tensor, batch.data)
+            data = mapped(
+                lambda spec: torch.empty(spec.shape, dtype=internals.torch_dtype(spec.dtype), device=META), batch.data
+            )
             stack.enter_context(keras.device("cuda" if self.on_cuda else "cpu"))
             # Keras makes a generator of random numbers on the device for each layer that draws some.
             generators = random_replacements(CudaDevices(self.device, 1), 1) if self.on_cuda else []
@@ -186,9 +188,3 @@ def _little_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _as_tensor(spec: Any) -> Any:
-    if spec is None:
-        return None
-    return torch.empty(spec.shape, dtype=internals.torch_dtype(spec.dtype), device=META)
