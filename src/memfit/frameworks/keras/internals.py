@@ -174,11 +174,6 @@ def collects_losses() -> bool:
     return scope is None or bool(scope.collect_losses)
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor of the backend."""
-    return bool(keras.ops.is_tensor(value))
-
-
 def uses_nnx() -> bool:
     """Whether layers of Keras are modules of flax; versions before 3.11 have no such thing."""
     return bool(getattr(keras.src.backend.config, "is_nnx_enabled", lambda: False)())
@@ -220,15 +215,12 @@ def forget_functions(model: Any) -> None:
 
 
 def forget_call(layer: Any, losses: list[Any]) -> None:
-    """Takes back what layers note down of a call: that these losses are theirs, and their dropout masks."""
+    """Takes back what layers note down of a call: that these losses are theirs, and their dropout masks.
+
+    Cells keep such masks through all steps of a call, and beyond it where the call fails.
+    """
     for part in layers_of(layer):
         NAMES.of(part, "_loss_ids").difference_update(map(id, losses))
-    forget_dropout(layer)
-
-
-def forget_dropout(layer: Any) -> None:
-    """Drops the masks that cells keep through all steps of a call, and beyond it where the call fails."""
-    for part in layers_of(layer):
         for name in ("reset_dropout_mask", "reset_recurrent_dropout_mask"):
             getattr(part, name, lambda: None)()
 
@@ -286,9 +278,8 @@ def with_losses(compiled: Any, losses: list[Any], metrics: list[Any]) -> Any:
 
 def is_loss_built(model: Any) -> bool:
     """Whether the losses and metrics of `compile` have made their variables."""
-    return all(
-        one is None or one.built for one in (NAMES.of(model, "_compile_loss"), NAMES.of(model, "_compile_metrics"))
-    )
+    parts = (NAMES.of(model, "_compile_loss"), NAMES.of(model, "_compile_metrics"))
+    return all(part is None or part.built for part in parts)
 
 
 def loss_tracker(model: Any) -> Any:

@@ -6,7 +6,7 @@ from memfit.core.errors import BadBatch, BadModel, StepFailed
 from memfit.core.timeline import Category
 from memfit.frameworks.keras.batch import read
 from memfit.frameworks.keras.model import LayerNames, build, check_inputs, check_model, held, layer_paths, state_bytes
-from memfit.frameworks.keras.trace.restoration import untouched
+from memfit.frameworks.keras.trace.job import untouched
 
 layers = keras.layers
 

@@ -148,7 +148,7 @@ def _looked_at(name: str, function: Callable[..., Any], arguments: Any, options:
 
 
 def count_flops(program: Any) -> float:
-    """Floating-point operations of a jaxpr, those of its inner programs included; a loop counts with its length.
+    """Operations of the products and convolutions of a jaxpr, inner programs included; a loop counts with its length.
 
     A loop whose length only a run would tell counts once.
     """

@@ -1,9 +1,14 @@
 """Opens a job of JAX: a training step and its arguments, compiled for shapes at any batch size."""
 
+import gc
+import inspect
 import math
+import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +17,167 @@ import jax.numpy as jnp
 import numpy as np
 
 from memfit.core.device import Device, Kind
-from memfit.core.errors import BadBatch, BadInput
+from memfit.core.errors import BadBatch, BadInput, MemfitError, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
+from memfit.core.user_code import user_line
+from memfit.frameworks.jax import internals
 from memfit.frameworks.jax.apply.marked import Call, num_bytes
 from memfit.frameworks.jax.apply.training import TrainStep, check_batch, divided, joined, look, resized, shapes
 from memfit.frameworks.jax.trace import arguments as roles
-from memfit.frameworks.jax.trace import lowering
+from memfit.frameworks.jax.trace.arguments import is_array
 from memfit.frameworks.jax.trace.compiled import compile_step, read
+
+_VALUE_NEEDED = (
+    "Under jit the values of arrays aren't known: use jnp.where or jax.lax.cond instead of `if`, "
+    "and jax.debug.print instead of float(), .item() or numpy."
+)
+_LEAKED = (
+    "Under jit a step must not keep arrays anywhere but in its results: return them, instead of "
+    "appending them to a list or setting an attribute."
+)
+_HINTS = (
+    (jax.errors.UnexpectedTracerError, _LEAKED),
+    (jax.errors.ConcretizationTypeError, _VALUE_NEEDED),
+    (jax.errors.TracerArrayConversionError, _VALUE_NEEDED),
+    (jax.errors.TracerIntegerConversionError, _VALUE_NEEDED),
+)
+
+
+def name_of(step: Any) -> str:
+    """What to call a step."""
+    inner = getattr(step, "__wrapped__", None) or getattr(step, "fn", None) or getattr(step, "func", None) or step
+    return str(getattr(inner, "__name__", type(step).__name__))
+
+
+def argument_names(step: Any, count: int) -> list[str]:
+    """Names of a step's arguments."""
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+    return plain + [f"argument {place + 1}" for place in range(len(plain), count)]
+
+
+def check_call(step: Any, arguments: Sequence[Any]) -> None:
+    """Refuses arguments that the step doesn't take."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise BadInput(
+            f"the step {name_of(step)}{signature} can't be called with the {len(arguments)} arguments given: {error}. "
+            f"Give them in order: memfit.estimate({name_of(step)}, *arguments)."
+        ) from None
+
+
+def lower(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """A step, plain or jitted by jax, flax.nnx or equinox, lowered by JAX for these arguments.
+
+    `jax.jit` and flax's `nnx.jit` lower themselves; a plain function and one of equinox's `filter_jit`, which takes
+    shapes for constants, are lowered from outside, with everything that is no array held fixed.
+    """
+    with explained(), quiet():
+        if hasattr(step, "lower") and not _is_equinox(step):
+            lowered = step.lower(*arguments)
+            return getattr(lowered, "lowered", lowered)
+        nnx = sys.modules.get("flax.nnx")
+        if nnx is not None and not _is_equinox(step) and any(_is_nnx(argument) for argument in arguments):
+            lowered = nnx.jit(step).lower(*arguments)
+            return getattr(lowered, "lowered", lowered)
+        return _from_outside(step, arguments)
+
+
+def check_leaks(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Refuses a step that keeps arrays beyond its end: JAX would find out only when it runs for the second time."""
+    if any(_is_nnx(argument) for argument in arguments) or _is_equinox(step):
+        return
+    run, arrays = _on_arrays(getattr(step, "__wrapped__", step), arguments)
+    traces: list[weakref.ref[Any]] = []
+
+    def watched(*values: Any) -> Any:
+        traces.extend(weakref.ref(trace) for trace in map(internals.trace_of, values[:1]) if trace is not None)
+        return run(*values)
+
+    try:
+        with quiet():
+            jax.eval_shape(watched, *arrays)
+    except Exception:
+        # Numbers stay numbers here, which jit makes arrays of; what fails there too is told by `lower`.
+        return
+    # The trace itself may stay in caches of JAX: only its arrays tell.
+    over = {id(trace()) for trace in traces if trace() is not None}
+    if over:
+        gc.collect()
+        tracers = (one for one in gc.get_objects() if issubclass(type(one), jax.core.Tracer))
+        if any(id(internals.trace_of(tracer)) in over for tracer in tracers):
+            raise StepFailed(f"the step {name_of(step)} keeps an array that it computed. {_LEAKED}")
+
+
+def _from_outside(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    run, arrays = _on_arrays(step, arguments)
+    first = sum(map(is_array, jax.tree.leaves(arguments[0]))) if arguments else 0
+    donated = [
+        number
+        for number in range(len(arrays))
+        if getattr(step, "donate_first" if number < first else "donate_rest", False) is True
+    ]
+    return jax.jit(run, donate_argnums=tuple(donated)).lower(*arrays)
+
+
+def _on_arrays(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """(the step as a function of arrays alone, those among its arguments)."""
+    leaves, structure = jax.tree.flatten(tuple(arguments))
+    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def run(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        result = step(*jax.tree.unflatten(structure, filled))
+        # Functions among the leaves of a module of equinox are no results.
+        return jax.tree.map(lambda value: value if is_array(value) or isinstance(value, int | float) else None, result)
+
+    return run, [leaves[place] for place in places]
+
+
+def _is_equinox(step: Any) -> bool:
+    return type(step).__module__.partition(".")[0] == "equinox"
+
+
+def _is_nnx(argument: Any) -> bool:
+    return any(kind.__module__.startswith("flax.nnx") for kind in type(argument).__mro__)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without JAX's remarks about arguments whose memory no result could take: the figures show it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turns any exception of the user's code into `StepFailed` with the line that raised it."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        where, line = user_line(error)
+        text = " ".join(str(error).split("\n\n")[0].split()) or "no message"
+        hint = next((hint for kind, hint in _HINTS if isinstance(error, kind)), "")
+        message = f"the step failed as JAX traced it{where}: {type(error).__name__}: {text}"
+        raise StepFailed(message + (f"\n    {line}" if line else "") + (f"\n{hint}" if hint else "")) from error
+
 
 _TIMED_SAMPLES = 8
 _NUM_TIMED = 3
@@ -71,13 +226,13 @@ class OpenStep:
         self._step = job.model
         self._device = device
         self._arguments = _checked_arguments(job)
-        self.name = job.name or lowering.name_of(self._step)
+        self.name = job.name or name_of(self._step)
         self._is_simulated_gpu = device.kind is Kind.CUDA and jax.default_backend() == "cpu"
         self._lowered: dict[int | None, Any] = {}
         self._traces: dict[int | None, Trace] = {}
         if batch_size is not None and batch_size < 1:
             raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
-        lowering.check_leaks(self._step, self._arguments)
+        check_leaks(self._step, self._arguments)
         lowered = self._lower(self._arguments)
         self._leaves = roles.assign(self._arguments, lowered.out_info)
         roles.check_batch(self._leaves)
@@ -92,7 +247,7 @@ class OpenStep:
             self._arguments, self._leaves = self._at(batch_size)
             self._lowered.clear()
             self.batch_size = batch_size
-        names = lowering.argument_names(self._step, len(self._arguments))
+        names = argument_names(self._step, len(self._arguments))
         is_narrow = any(str(leaf.dtype) in ("bfloat16", "float16") for leaf in self._leaves)
         remarks = (*SIMULATED, *((_WIDENED,) if is_narrow else ())) if self._is_simulated_gpu else ()
         self.notes = (roles.taken_for(self._leaves, names), *remarks)
@@ -119,7 +274,7 @@ class OpenStep:
     def _traced(self, size: int | None) -> Trace:
         arguments, leaves = self._at(size)
         lowered = self._lowered.pop(size, None) or self._lower(arguments)
-        with lowering.explained(), lowering.quiet(), self._place():
+        with explained(), quiet(), self._place():
             compiled = read(lowered, as_on_gpu=self._is_simulated_gpu)
 
         def described(leaf: roles.Leaf | None, otherwise: Category) -> tuple[Category, str]:
@@ -152,7 +307,7 @@ class OpenStep:
 
     def _lower(self, arguments: tuple[Any, ...]) -> Any:
         with self._place():
-            return lowering.lower(self._step, arguments)
+            return lower(self._step, arguments)
 
     def _place(self) -> AbstractContextManager[Any]:
         """Compiles for the host where the step is to run there, whatever JAX runs on by default."""
@@ -176,10 +331,10 @@ def _checked_arguments(job: Job) -> tuple[Any, ...]:
                 "a plan, which makes the step itself, takes an optimizer of optax, such as optax.adam(1e-3)."
             )
     given = () if job.batch is None else job.batch if isinstance(job.batch, tuple) else (job.batch,)
-    lowering.check_call(job.model, given)
+    check_call(job.model, given)
     if not any(roles.is_array(leaf) for leaf in jax.tree.leaves(given)):
         raise BadInput(
-            f"there are no arrays among the {len(given)} arguments of {lowering.name_of(job.model)}. Give what the "
+            f"there are no arrays among the {len(given)} arguments of {name_of(job.model)}. Give what the "
             "step takes, as arrays or as jax.ShapeDtypeStruct: memfit.estimate(step, parameters, state, batch)."
         )
     return given
@@ -215,7 +370,7 @@ class OpenTraining:
 
     def look(self) -> tuple[float, tuple[Call, ...]]:
         """(operations of the forward pass, calls of marked blocks)."""
-        with lowering.explained():
+        with explained():
             return look(self.loss, self.params, self.batch)
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
@@ -225,7 +380,7 @@ class OpenTraining:
         if settings.precision is None:
             settings = replace(settings, precision=self._precision)
         as_on_gpu = self.device.kind is Kind.CUDA
-        with lowering.explained(), lowering.quiet():
+        with explained(), quiet():
             step = TrainStep(self.loss, self.optimizer, settings)
             function, arguments, donated = step.to_compile(self.params, batch)
             compiled = compile_step(function, arguments, donate_argnums=donated, as_on_gpu=as_on_gpu)

@@ -158,7 +158,11 @@ _SHOWN = 3
 
 
 def with_statistics(model: Any) -> list[str]:
-    """Paths of the layers that change variables of their own as they are called in training."""
+    """Paths of the layers that change variables of their own as they are called in training.
+
+    Statistics of the parts of a batch aren't those of the batch, which changes what is trained; other random numbers
+    from the same distribution don't.
+    """
 
     def changes(layer: Any) -> bool:
         if isinstance(layer, keras.layers.BatchNormalization):

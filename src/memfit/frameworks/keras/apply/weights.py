@@ -10,7 +10,7 @@ How many elements the batch has follows from a part. How many aren't masked does
 `NeedsWeights` is raised where that must be counted first, in a pass without gradients.
 
 A loss that returns a single number has divided by itself: whether that number adds up as a mean over samples or as a
-sum is found out on numbers of our own (`probing`). What does neither is refused.
+sum is found out on numbers of our own (`split_step`). What does neither is refused.
 """
 
 import math

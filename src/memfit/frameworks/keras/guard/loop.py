@@ -433,7 +433,7 @@ class KerasLoop(GuardedLoop):
                 self.logs = {name: float(value) for name, value in self.model.get_metrics_result().items()}
 
     def _load_history(self, resumed: "Resumed") -> None:
-        history = getattr(self.model, "history", None)
+        history: Any = getattr(self.model, "history", None)
         if hasattr(history, "history"):
             history.history.update({name: list(values) for name, values in resumed.progress["history"].items()})
             history.epoch = list(resumed.progress["epochs"])

@@ -54,7 +54,7 @@ class BackendSteps(Steps):
                 variable.value.detach().copy_(value)
         for variable in self.model.trainable_variables:
             variable.value.grad = None
-        internals.forget_dropout(self.model)
+        internals.forget_call(self.model, [])
 
     def rebuild(self) -> None:
         """Other settings may come with other variables."""

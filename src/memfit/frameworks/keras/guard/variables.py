@@ -11,6 +11,7 @@ import keras
 from memfit.core import tensor_file
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import Entry, TensorFile, array_pieces, numpy_dtype
+from memfit.frameworks.keras import internals
 
 TRAINABLE, OTHERS, OPTIMIZER, METRICS = "trainable", "non-trainable", "optimizer", "metrics"
 GROUPS = (TRAINABLE, OTHERS, OPTIMIZER, METRICS)
@@ -34,10 +35,8 @@ def small(model: Any) -> list[Any]:
 
 def is_built(model: Any) -> bool:
     """Whether all variables are there."""
-    parts = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None), model.optimizer)
-    return all(layer.built for layer in model._flatten_layers()) and all(
-        part is None or getattr(part, "built", True) for part in parts
-    )
+    parts = (*internals.layers_of(model), model.optimizer)
+    return internals.is_loss_built(model) and all(part is None or getattr(part, "built", True) for part in parts)
 
 
 def size_bytes(variables: Sequence[Any]) -> int:

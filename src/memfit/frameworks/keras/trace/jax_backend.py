@@ -22,9 +22,9 @@ from memfit.frameworks.jax.trace.compiled import Compiled, compile_step
 from memfit.frameworks.jax.trace.job import SIMULATED
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
-from memfit.frameworks.keras.batch import Batch, mapped
+from memfit.frameworks.keras.batch import Batch, Spec, mapped
 from memfit.frameworks.keras.model import LayerNames, explained, held, trace_of
-from memfit.frameworks.keras.trace.restoration import Snapshot
+from memfit.frameworks.keras.trace.job import Snapshot
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
 
@@ -48,8 +48,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         state = tuple(
             [jax.ShapeDtypeStruct(tuple(v.shape), jax.numpy.dtype(str(v.dtype))) for v in group] for group in groups
         )
-        canonical = jax.dtypes.canonicalize_dtype
-        data = mapped(lambda s: jax.ShapeDtypeStruct(s.shape, canonical(jax.numpy.dtype(s.dtype))), batch.data)
+        data = mapped(_spec, batch.data)
         internals.leave_shardings(model)
         step = model.train_step
 
@@ -80,6 +79,10 @@ def as_shapes() -> Iterator[None]:
         finally:
             # They would get their values at the end of the scope.
             internals.forget_new_variables()
+
+
+def _spec(spec: Spec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, jax.dtypes.canonicalize_dtype(jax.numpy.dtype(spec.dtype)))
 
 
 def step_timeline(

@@ -18,7 +18,7 @@ from memfit.frameworks.keras.apply.fitted import check_split, listed, with_rando
 from memfit.frameworks.keras.apply.units import units
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
 from memfit.frameworks.keras.model import build
-from memfit.frameworks.keras.trace.restoration import untouched
+from memfit.frameworks.keras.trace.job import untouched
 
 _TIMED_SAMPLES = 8
 _NUM_TIMED = 3

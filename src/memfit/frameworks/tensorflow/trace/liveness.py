@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from memfit.core.errors import StepFailed
-from memfit.frameworks.tensorflow.trace.inference import Inference
 from memfit.frameworks.tensorflow.trace.kernels import (
     ALIASES,
     INEXPENSIVE,
+    Inference,
     forwarded,
     output_shape,
     scratch_bytes,

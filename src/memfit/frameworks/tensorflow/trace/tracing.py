@@ -17,10 +17,10 @@ from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.trace import Serving, Trace
 from memfit.frameworks.tensorflow import internals
 from memfit.frameworks.tensorflow.trace.graph import graph_of, item_bytes
-from memfit.frameworks.tensorflow.trace.inference import Inference
+from memfit.frameworks.tensorflow.trace.kernels import Inference
 from memfit.frameworks.tensorflow.trace.liveness import Executor, Lived
 from memfit.frameworks.tensorflow.trace.memory import Buffer, Graph, tensor_bytes
-from memfit.frameworks.xla.layout import lay_out
+from memfit.frameworks.xla.liveness import lay_out
 from memfit.frameworks.xla.program import Program, held_before, num_processors, turn_of
 from memfit.frameworks.xla.scratch import most_bytes, spread_of
 
