@@ -210,7 +210,7 @@ class LayerNames:
         return self._found[scopes]
 
 
-def held(model: Any, *, training: bool) -> list[Held]:
+def variables_of(model: Any, *, training: bool) -> list[Held]:
     """Every variable of a model that is built, each once: layers, metrics, then the optimizer's."""
     paths = layer_paths(model)
     seen: set[int] = set()

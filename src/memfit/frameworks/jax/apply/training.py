@@ -51,7 +51,7 @@ class TrainStep:
 
     def init(self, params: Any) -> Any:
         """The optimizer's state for these parameters."""
-        trained, _, _ = divided(params)
+        trained, _, _ = split_params(params)
         return jax.jit(self.optimizer.init)(trained)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
@@ -61,16 +61,16 @@ class TrainStep:
         no array among the parameters (functions of equinox modules), or no real number, stays.
         """
         check_batch(batch)
-        trained, fixed, structure = divided(params)
+        trained, fixed, structure = split_params(params)
         trained, state, value = self._jitted(structure, trained, fixed, state, batch)
-        return joined(trained, fixed, structure), state, value
+        return join_params(trained, fixed, structure), state, value
 
     def to_compile(self, params: Any, batch: Any) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
         """(the step as a function, shapes of its arguments, places of those whose memory the results take).
 
         The arguments are what is trained, other arrays among the parameters, the optimizer's state and the batch.
         """
-        trained, fixed, structure = divided(shapes(params))
+        trained, fixed, structure = split_params(shapes(params))
         state = jax.eval_shape(self.optimizer.init, trained)
 
         def step(trained: Any, fixed: Any, state: Any, batch: Any) -> Any:
@@ -120,8 +120,8 @@ class TrainStep:
             own, other, batched = jax.tree.map(narrowed, given) if narrow else given
             # Calls of blocks are counted anew each time that the loss is traced.
             with recomputing(self.settings.checkpoint):
-                result = self.loss(joined(own, other, structure), batched)
-            value, weight = _told(result)
+                result = self.loss(join_params(own, other, structure), batched)
+            value, weight = _loss_and_weight(result)
             if narrow:
                 value = value.astype(jnp.float32)
             if weight is None:
@@ -149,7 +149,7 @@ def part_size(settings: Settings, size: int | None) -> int:
     return -(-size // min(size, settings.micro_batches))
 
 
-def divided(params: Any) -> tuple[Any, Any, _Structure]:
+def split_params(params: Any) -> tuple[Any, Any, _Structure]:
     """(what is trained, other arrays, the rest): trees of the same shape, with None where a leaf is in another."""
     leaves, tree = jax.tree.flatten(params)
     trained, fixed, constants = [], [], []
@@ -164,8 +164,8 @@ def divided(params: Any) -> tuple[Any, Any, _Structure]:
     return jax.tree.unflatten(tree, trained), jax.tree.unflatten(tree, fixed), _Structure(tree, tuple(constants))
 
 
-def joined(trained: Any, fixed: Any, structure: _Structure) -> Any:
-    """The parameters that `divided` took apart."""
+def join_params(trained: Any, fixed: Any, structure: _Structure) -> Any:
+    """The parameters that `split_params` took apart."""
     parts = [structure.tree.flatten_up_to(tree) for tree in (trained, fixed)]
     leaves = [
         constant if own is None and other is None else other if own is None else own
@@ -219,16 +219,16 @@ def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[floa
 
     Refuses a loss that returns anything else than a scalar, or (loss, weight).
     """
-    trained, fixed, structure = divided(shapes(params))
+    trained, fixed, structure = split_params(shapes(params))
     results: list[Any] = []
 
     def run(own: Any, other: Any, data: Any) -> Any:
-        results[:] = [loss(joined(own, other, structure), data)]
+        results[:] = [loss(join_params(own, other, structure), data)]
         return results[0]
 
     with recording() as found:
         program = jax.make_jaxpr(run)(trained, fixed, shapes(batch))
-    _told(results[0])
+    _loss_and_weight(results[0])
     return count_flops(program.jaxpr), tuple(found)
 
 
@@ -255,7 +255,7 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _told(result: Any) -> tuple[Any, Any]:
+def _loss_and_weight(result: Any) -> tuple[Any, Any]:
     """(loss, its weight or None) of what a loss function returned."""
     value, weight = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
     wrong = [one for one in (value, weight) if one is not None and getattr(one, "shape", ()) != ()]

@@ -178,7 +178,7 @@ def check_batch(leaves: Sequence[Leaf]) -> None:
             raise BadBatch(f"the batch has an array of shape {leaf.shape}, which is empty. Give at least one sample.")
 
 
-def taken_for(leaves: Sequence[Leaf], names: Sequence[str]) -> Note:
+def classified(leaves: Sequence[Leaf], names: Sequence[str]) -> Note:
     """What each argument was taken for."""
     parts = []
     for category in (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.BUFFER, Category.BATCH):

@@ -26,7 +26,15 @@ from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
 from memfit.frameworks.jax import internals
 from memfit.frameworks.jax.apply.marked import Call, num_bytes
-from memfit.frameworks.jax.apply.training import TrainStep, check_batch, divided, joined, look, resized, shapes
+from memfit.frameworks.jax.apply.training import (
+    TrainStep,
+    check_batch,
+    join_params,
+    look,
+    resized,
+    shapes,
+    split_params,
+)
 from memfit.frameworks.jax.trace import arguments as roles
 from memfit.frameworks.jax.trace.arguments import is_array
 from memfit.frameworks.jax.trace.compiled import compile_step, read
@@ -250,7 +258,7 @@ class OpenStep:
         names = argument_names(self._step, len(self._arguments))
         is_narrow = any(str(leaf.dtype) in ("bfloat16", "float16") for leaf in self._leaves)
         remarks = (*SIMULATED, *((_WIDENED,) if is_narrow else ())) if self._is_simulated_gpu else ()
-        self.notes = (roles.taken_for(self._leaves, names), *remarks)
+        self.notes = (roles.classified(self._leaves, names), *remarks)
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
         """The trace at `batch_size`, or with the arguments as they were given when None."""
@@ -407,9 +415,9 @@ class OpenTraining:
         return sample, max(0.0, short - sample)
 
     def _timed(self, batch: Any) -> float:
-        trained, fixed, structure = divided(self.params)
+        trained, fixed, structure = split_params(self.params)
         zeros = jax.tree.map(_zeros, (trained, fixed, batch))
-        run = jax.jit(lambda own, other, data: self.loss(joined(own, other, structure), data))
+        run = jax.jit(lambda own, other, data: self.loss(join_params(own, other, structure), data))
         jax.block_until_ready(run(*zeros))
         times = []
         for _ in range(_NUM_TIMED):

@@ -48,9 +48,9 @@ class FittedModel:
         if splits(self.settings):
             statistics, random = with_statistics(self.model), with_random_numbers(self.model)
             if statistics:
-                texts.append(f"{listed(statistics)} use the statistics of each micro-batch")
+                texts.append(f"{in_words(statistics)} use the statistics of each micro-batch")
             if random:
-                texts.append(f"{listed(random)} draw other random numbers than for the whole batch")
+                texts.append(f"{in_words(random)} draw other random numbers than for the whole batch")
         for name in _moves(self.settings):
             move = importlib.import_module(f"{_PLACE}.{name}")
             texts.append(move.difference(self.settings) if hasattr(move, "difference") else "")
@@ -131,7 +131,7 @@ def _check_statistics(model: Any) -> None:
         keeps = "keeps" if len(statistics) == 1 else "keep"
         raise BadModel(
             f"the model {model.name!r} can't be split into micro-batches without changing what it learns: "
-            f"{listed(statistics)} {keeps} statistics of each batch. Freeze or replace such layers, leave "
+            f"{in_words(statistics)} {keeps} statistics of each batch. Freeze or replace such layers, leave "
             "micro-batches out, or allow what is approximate (approximate=True)."
         )
 
@@ -196,7 +196,7 @@ def _paths(model: Any, is_meant: Callable[[Any], bool]) -> list[str]:
     return [paths.get(id(layer), layer.name) for layer in internals.layers_of(model) if is_meant(layer)]
 
 
-def listed(paths: list[str]) -> str:
+def in_words(paths: list[str]) -> str:
     """Some paths in words."""
     left = len(paths) - _SHOWN
     shown = ", ".join(repr(path) for path in paths[:_SHOWN])

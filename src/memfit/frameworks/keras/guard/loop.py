@@ -98,8 +98,8 @@ class KerasLoop(GuardedLoop):
         self._open_steps()
 
     def _open_steps(self) -> None:
-        self._fitted: FittedModel | None = None
-        self._settings = self._wanted = Settings()
+        self._fitted = FittedModel(Settings(), self.model, self._options.approximate)
+        self._wanted = Settings()
         self._is_built = self._has_begun = False
         self._steps = make_steps(self.model, self._each)
         self._steps.install()
@@ -224,29 +224,22 @@ class KerasLoop(GuardedLoop):
         """
         # One number of samples serves batches of all sizes, so that a smaller one at the end changes nothing.
         settings = self._wanted = replace(settings, micro_batches=2 if settings.micro_batch_size else 1)
-        if settings == self._settings:
+        if settings == self._fitted.settings:
             return
         try:
             with self.filled():
-                if self._fitted is None:
-                    self._fitted = FittedModel(settings, self.model, self._options.approximate)
-                else:
-                    self._fitted.change(settings)
-            self._settings = settings
-        except BaseException:
-            self._settings = Settings()
-            raise
+                self._fitted.change(settings)
         finally:
             self._steps.rebuild()
 
     @property
     def settings(self) -> Settings:
         """In use."""
-        return self._settings
+        return self._fitted.settings
 
     def differences(self, settings: Settings) -> str:
         """What differs from the plain step, in words."""
-        return "" if self._fitted is None else self._fitted.approximate
+        return self._fitted.approximate
 
     def fallbacks(self) -> Fallbacks:
         """Recomputation of all that can be recomputed; where parts differ from the whole or take much longer, first."""
@@ -476,9 +469,7 @@ class KerasLoop(GuardedLoop):
         """The model as it was without a guard; weights and the optimizer's state are kept."""
         self._steps.settle()
         self._steps.remove()
-        if self._fitted is not None:
-            self._fitted.undo()
-        self._fitted, self._settings = None, Settings()
+        self._fitted.undo()
         self.data.close()
         self.model._initial_epoch = None
 

@@ -16,7 +16,7 @@ from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.model import Held, held, layer_paths, owner_of, trace_of
+from memfit.frameworks.keras.model import Held, layer_paths, owner_of, trace_of, variables_of
 
 
 def is_framework(filename: str) -> bool:
@@ -64,7 +64,7 @@ class LoopState:
             prefix = f"{model.name}." if len(models) > 1 else ""
             paths = [path for path in layer_paths(model).values() if path]
             layers += [f"{prefix}{path}" for path in paths] + ([str(model.name)] if prefix else [])
-            for one in held(model, training=False):
+            for one in variables_of(model, training=False):
                 path = f"{prefix}{one.module}" if one.module else prefix.rstrip(".")
                 found.append(Held(one.variable, one.category, path))
         owners = {str(one.variable.path).replace("/", "_"): one.module for one in found}

@@ -23,7 +23,7 @@ from memfit.frameworks.jax.trace.job import SIMULATED
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
-from memfit.frameworks.keras.model import LayerNames, explained, held, trace_of
+from memfit.frameworks.keras.model import LayerNames, explained, trace_of, variables_of
 from memfit.frameworks.keras.trace.job import Snapshot
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
@@ -61,7 +61,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         on_gpu = device.kind is Kind.CUDA
         with explained("JAX"), internals.layers_as_scopes(jax.named_scope):
             compiled = compile_step(step, (state, data), donate_argnums=(0,), as_on_gpu=on_gpu)
-        variables = held(model, training=training)
+        variables = variables_of(model, training=training)
         by_variable = {id(one.variable): (one.category, one.module) for one in variables}
         known = [by_variable.get(id(variable), (Category.BUFFER, "")) for group in groups for variable in group]
         notes = (_EAGER,) if training and (model.run_eagerly or not model.jit_compile) else ()

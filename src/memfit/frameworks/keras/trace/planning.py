@@ -14,7 +14,7 @@ from memfit.core.job import AUTOCASTS
 from memfit.core.progress import doing
 from memfit.core.step_facts import StepFacts
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.fitted import check_split, listed, with_random_numbers, with_statistics
+from memfit.frameworks.keras.apply.fitted import check_split, in_words, with_random_numbers, with_statistics
 from memfit.frameworks.keras.apply.units import units
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
 from memfit.frameworks.keras.model import build
@@ -37,7 +37,7 @@ def facts_of(model: Any, batch: Batch, target: Device) -> StepFacts:
             try:
                 check_split(model, approximate=True)
                 statistics, is_random = with_statistics(model), bool(with_random_numbers(model))
-                approximate = f"{listed(statistics)} use the statistics of each micro-batch" if statistics else ""
+                approximate = f"{in_words(statistics)} use the statistics of each micro-batch" if statistics else ""
             except MemfitError as error:
                 not_split = str(error)
         with doing("finding what can be recomputed"):

@@ -12,7 +12,7 @@ from memfit.core.trace import Trace
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, mapped
-from memfit.frameworks.keras.model import LayerNames, explained, has_own_step, held, optimizers_of, trace_of
+from memfit.frameworks.keras.model import LayerNames, explained, has_own_step, optimizers_of, trace_of, variables_of
 from memfit.frameworks.tensorflow.trace.tracing import StepVariable, XlaRefused, trace_step
 
 _ASSUMED = Note(
@@ -63,7 +63,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
         plain = tf.autograph.experimental.do_not_convert(lambda data: step(data))
         with explained("TensorFlow"):
             function = tf.function(plain, jit_compile=jit_compile).get_concrete_function(data)
-        variables = held(model, training=training)
+        variables = variables_of(model, training=training)
         traced = trace_step(
             function,
             [StepVariable(internals.tensor_of(one.variable), one.category, one.module) for one in variables],

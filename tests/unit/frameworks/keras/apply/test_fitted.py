@@ -6,7 +6,7 @@ from keras import layers
 
 from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
-from memfit.frameworks.keras.apply.fitted import FittedModel, applied, listed, with_random_numbers, with_statistics
+from memfit.frameworks.keras.apply.fitted import FittedModel, applied, in_words, with_random_numbers, with_statistics
 
 
 def made(*middle, compiled=True, **options):
@@ -151,5 +151,5 @@ def test_spectral_normalization_changes_its_vector():
 
 
 def test_a_long_list_is_cut():
-    assert listed(["a", "b"]) == "'a', 'b'"
-    assert listed(list("abcde")) == "'a', 'b', 'c' and 2 more"
+    assert in_words(["a", "b"]) == "'a', 'b'"
+    assert in_words(list("abcde")) == "'a', 'b', 'c' and 2 more"
