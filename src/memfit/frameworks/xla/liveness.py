@@ -45,32 +45,12 @@ class Buffer:
 
     values: tuple[Value, ...]
     size_bytes: int  # of the largest
-    overwrites: frozenset[int] = frozenset()  # buffers whose values end where one of its own may be written over them
-
-    @property
-    def start(self) -> int:
-        """When the first value is made."""
-        return self.values[0].start
-
-    @property
-    def end(self) -> int:
-        """When the last value is read for the last time."""
-        return max(value.end for value in self.values)
-
-    @property
-    def argument(self) -> int | None:
-        """Number of the argument that lies there first."""
-        return next((value.argument for value in self.values if value.argument is not None), None)
-
-    @property
-    def is_result(self) -> bool:
-        """Whether the program gives it to its caller."""
-        return any(value.is_result for value in self.values)
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it is part of the program."""
-        return any(value.is_constant for value in self.values)
+    overwrites: frozenset[int]  # buffers whose values end where one of its own may be written over them
+    start: int  # when the first value is made
+    end: int  # when the last value is read for the last time
+    argument: int | None  # number of the argument that lies there first
+    is_result: bool  # the program gives it to its caller
+    is_constant: bool  # part of the program
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +255,18 @@ class _Walk:
                 for leaf in ending.get(value.start, ())
                 if self._can_overwrite(values[leaf], value)
             }
-            largest = max(value.size_bytes for value in inside)
-            buffers.append(Buffer(tuple(inside), largest, frozenset(overwrites - {places[group]})))
+            buffers.append(
+                Buffer(
+                    tuple(inside),
+                    max(value.size_bytes for value in inside),
+                    frozenset(overwrites - {places[group]}),
+                    inside[0].start,
+                    max(value.end for value in inside),
+                    next((value.argument for value in inside if value.argument is not None), None),
+                    any(value.is_result for value in inside),
+                    any(value.is_constant for value in inside),
+                )
+            )
         results = tuple(places[self._find(leaf)] for leaf in _leaves(result))
         return Lives(tuple(buffers), len(self._order), tuple(self._order), results, table_bytes)
 

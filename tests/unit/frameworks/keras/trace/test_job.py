@@ -85,7 +85,7 @@ def test_precision_is_a_setting(model, asked):
 
 
 def test_what_a_policy_decides_is_no_precision(model):
-    with pytest.raises(BadInput, match="precision='fp16' was given, but a Keras model has its numbers from its dtype"):
+    with pytest.raises(BadInput, match="precision='fp16' was given, but a Keras model has its own dtype policy"):
         OpenModel(Job(model, None, batch(), precision="fp16"), CPU)
 
 
