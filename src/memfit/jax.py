@@ -48,13 +48,13 @@ def train_step(
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise BadInput(f"micro_batches must be a whole number from 1 up, but {micro_batches!r} was given.")
     from memfit.api.guarded_step import GuardedStep
-    from memfit.frameworks.jax.apply import training
+    from memfit.frameworks.jax.apply.training import TrainStep
 
     settings = Settings(micro_batches=micro_batches, checkpoint=tuple(recompute), donate=True)
     settings = settings if plan is None else plan.settings
     if guard:
         return GuardedStep(loss, optimizer, settings)
-    return training.train_step(loss, optimizer, settings=settings)
+    return TrainStep(loss, optimizer, settings)
 
 
 def block(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:

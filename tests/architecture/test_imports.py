@@ -36,7 +36,6 @@ ROWS = (
         "frameworks.keras",
         "frameworks.keras.batch",
         "frameworks.keras.internals",
-        "frameworks.keras.named",
         "frameworks.keras.streaming",
         "frameworks.keras.supervised",
     ),

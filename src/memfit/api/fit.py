@@ -82,14 +82,9 @@ def guarded_fit(
 ) -> Any:
     """A call of `model.fit` in a script that knows nothing of memfit, guarded as its supervisor asks.
 
-    Args:
-        plain_fit: Keras's own method, which takes the model first.
-        model: the model.
-        args: of the call.
-        kwargs: of the call.
-        budget: bytes to plan for where the supervisor names none.
+    `plain_fit` is Keras's own method, which takes the model first; `budget` holds where the supervisor names none.
     """
-    from memfit.frameworks.keras.guard.callback import FitCallback
+    from memfit.frameworks.keras.guard.callbacks import FitCallback
 
     request = run_events.current()
     given = kwargs.get("callbacks")
@@ -103,7 +98,7 @@ def guarded_fit(
 def make_callback_class() -> type:
     """The class `memfit.keras.Fit`, which is a callback of Keras."""
     require_keras()
-    from memfit.frameworks.keras.guard.callback import FitCallback
+    from memfit.frameworks.keras.guard.callbacks import FitCallback
 
     class Fit(FitCallback):
         """Guards the `fit` whose callback it is, as `memfit.fit` does; put it last.
@@ -135,12 +130,7 @@ def _terms(
     checkpoint: str | os.PathLike[str] | None = None,
     options: GuardOptions | None = None,
 ) -> Terms:
-    return _checked(Terms(plan, budget, checkpoint, options or GuardOptions(), make_plan))
-
-
-def _checked(terms: Terms) -> Terms:
-    terms.options.refuse("the guard of a Keras model", _INSTEAD)
-    return terms
+    return Terms(plan, budget, checkpoint, options or GuardOptions(), make_plan)
 
 
 def _check_fit(model: Any) -> None:
@@ -158,7 +148,7 @@ def _guarded_call(
     ceilings: Ceilings | None = None,
 ) -> Any:
     """A call of `fit` with a guard among its callbacks."""
-    from memfit.frameworks.keras.guard.callback import FitCallback
+    from memfit.frameworks.keras.guard.callbacks import FitCallback
 
     guarded = GuardedFit(terms, ceilings)
     names = list(inspect.signature(plain_fit).parameters)
@@ -183,22 +173,30 @@ class _KerasSteps:
     """Loop and driver of one training, whose steps Keras calls."""
 
     def __init__(self, terms: Terms, ceilings: Ceilings | None) -> None:
+        from memfit.frameworks.keras.guard.flags import set_early
+
+        terms.options.refuse("the guard of a Keras model", _INSTEAD)
         self._terms = terms
         self._ceilings = ceilings
         self._loop: Any = None
         self._driver: Driver | None = None
-        is_limited = terms.budget_bytes is not None or cgroup_limit_bytes() is not None
-        self._set_flags = functools.partial(_set_flags, is_limited=is_limited, told=set())
-        self._set_flags("set_early")
+        self._is_limited = terms.budget_bytes is not None or cgroup_limit_bytes() is not None
+        self._said = dict.fromkeys(set_early(is_limited=self._is_limited))
+        for text in self._said:
+            _log.warning(text)
 
     def _open(self, model: Any, folder: str | os.PathLike[str] | None, **options: Any) -> None:
-        self._set_flags("set_late")
-        terms = self._terms
+        from memfit.frameworks.keras.guard.flags import set_late
+
+        for text in set_late(is_limited=self._is_limited):
+            if text not in self._said:
+                self._said[text] = None
+                _log.warning(text)
         self._loop = keras_adapter().guarded_loop(
-            model, self._step, options=terms.options, is_ordered=folder is not None, **options
+            model, self._step, options=self._terms.options, is_ordered=folder is not None, **options
         )
         try:
-            self._driver = Driver(self._loop, terms, folder, self._ceilings)
+            self._driver = Driver(self._loop, self._terms, folder, self._ceilings)
         except BaseException:
             self._loop.close()
             raise
@@ -219,19 +217,9 @@ class _KerasSteps:
             loop.give_back()
             raise
 
-    def _close(self) -> None:
-        driver, self._driver, self._loop = self._driver, None, None
-        if driver is not None:
-            driver.close()
-
 
 class GuardedFit(_KerasSteps):
-    """Guards calls of `fit`, one at a time: a callback tells where Keras is.
-
-    Args:
-        terms: what was asked for.
-        ceilings: findings that guards of one model share.
-    """
+    """Guards calls of `fit`, one at a time: a callback tells where Keras is."""
 
     def __init__(self, terms: Terms, ceilings: Ceilings | None = None) -> None:
         super().__init__(terms, ceilings)
@@ -252,11 +240,10 @@ class GuardedFit(_KerasSteps):
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """After validation."""
         driver = self._driver
-        if driver is None:
-            return
-        is_last = self._loop.epoch_ends(epoch, logs)
-        if driver.checkpointing.is_open and (is_last or driver.checkpointing.is_due(driver.num_updates)):
-            driver.save()
+        if driver is not None:
+            is_last = self._loop.epoch_ends(epoch, logs)
+            if driver.checkpointing.is_open and (is_last or driver.checkpointing.is_due(driver.num_updates)):
+                driver.save()
 
     def train_ends(self) -> None:
         """Takes the guard off."""
@@ -268,8 +255,9 @@ class GuardedFit(_KerasSteps):
 
     def close(self) -> None:
         """Leaves the model as it was without a guard, and waits for the last checkpoint."""
-        self._close()
-        self._folder = None
+        driver, self._driver, self._loop, self._folder = self._driver, None, None, None
+        if driver is not None:
+            driver.close()
 
 
 class KerasTraining(_KerasSteps):
@@ -277,14 +265,10 @@ class KerasTraining(_KerasSteps):
 
     Between calls nobody tells where training is; so before each batch the steps are put back where `compile` or a `fit`
     took them off.
-
-    Args:
-        model: compiled.
-        terms: what was asked for.
     """
 
     def __init__(self, model: Any, terms: Terms) -> None:
-        super().__init__(_checked(terms), terms.ceilings())
+        super().__init__(terms, terms.ceilings())
         _check_fit(model)
         self._model = model
         self._is_closed = False
@@ -340,13 +324,3 @@ class KerasTraining(_KerasSteps):
     def _check_open(self) -> None:
         if self._is_closed:
             raise BadInput("the guard was closed. Make another one: memfit.Guard(model).")
-
-
-def _set_flags(when: str, *, is_limited: bool, told: set[str]) -> None:
-    """Sets what must be set before a backend begins; says what was."""
-    from memfit.frameworks.keras.guard import flags
-
-    for text in getattr(flags, when)(is_limited=is_limited):
-        if text not in told:
-            told.add(text)
-            _log.warning(text)

@@ -134,7 +134,7 @@ def test_an_update_that_runs_out_says_what_is_left(deleted, error):
             return True
 
         def __getitem__(self, key):
-            return fail
+            return fail, None
 
     step._loop._updates = Failing()
     with pytest.raises(error, match="memory ran out in the update"):

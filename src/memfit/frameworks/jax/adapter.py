@@ -44,15 +44,15 @@ def planned_job(job: Job, precision: str) -> Job:
 
 def planning(tracer: Any, target: Device) -> StepFacts:
     """What the marked blocks keep and compute, and how fast the loss is."""
-    look, size = tracer.look(), tracer.batch_size or 1
+    (flops, blocks), size = tracer.look(), tracer.batch_size or 1
     return StepFacts(
         framework=name,
         precisions=(_NARROW,),
         moves=frozenset({"donate"}),
-        parts=tuple(Part(call.name, call.kept_bytes / size, call.flops / size) for call in look.blocks),
-        not_recomputed="" if look.blocks else _UNMARKED,
+        parts=tuple(Part(call.name, call.kept_bytes / size, call.flops / size) for call in blocks),
+        not_recomputed="" if blocks else _UNMARKED,
         not_split="" if tracer.batch_size is not None else "the arrays of the batch have no dimension of samples",
-        work=look.flops / size,
+        work=flops / size,
         call_seconds=_CALL_SECONDS,
         # Without donation old and new parameters and state are there at once.
         copies_state=True,
@@ -62,9 +62,9 @@ def planning(tracer: Any, target: Device) -> StepFacts:
 
 def apply(plan: Plan, model: Any, optimizer: Any) -> Any:
     """A training step of a loss function and an optimizer, run as a plan says."""
-    from memfit.frameworks.jax.apply.training import train_step
+    from memfit.frameworks.jax.apply.training import TrainStep
 
-    return train_step(model, optimizer, settings=plan.settings)
+    return TrainStep(model, optimizer, plan.settings)
 
 
 def named_job(name: str, optimizer: str, sequence_length: int | None, image_size: int | None) -> Job:

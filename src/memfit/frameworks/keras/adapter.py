@@ -1,15 +1,18 @@
 """Keras, on whichever backend, behind the interface that all frameworks share."""
 
+import difflib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.core.device import Device, Kind
-from memfit.core.errors import BadInput
-from memfit.core.job import AUTOCASTS, Job
+import keras
+
+from memfit.core.device import Device
+from memfit.core.errors import BadInput, BadTarget
+from memfit.core.job import AUTOCASTS, OPTIMIZERS, Job
 from memfit.core.plan import Plan
-from memfit.core.progress import doing
 from memfit.core.settings import Keeps
-from memfit.core.step_facts import Part, StepFacts
+from memfit.core.step_facts import StepFacts
 from memfit.frameworks.keras.trace.job import OpenModel
 
 if TYPE_CHECKING:
@@ -17,6 +20,17 @@ if TYPE_CHECKING:
 
 name = "keras"
 title = "Keras"
+
+_OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "sgd-momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": keras.optimizers.Adam,
+    "adamw": keras.optimizers.AdamW,
+    "rmsprop": keras.optimizers.RMSprop,
+    "adagrad": keras.optimizers.Adagrad,
+    "adadelta": keras.optimizers.Adadelta,
+    "adafactor": keras.optimizers.Adafactor,
+}
 
 
 def open_job(job: Job, device: Device, batch_size: int | None = None) -> OpenModel:
@@ -37,38 +51,9 @@ def planned_job(job: Job, precision: str) -> Job:
 
 def planning(tracer: OpenModel, target: Device) -> StepFacts:
     """What can be split and recomputed, and how fast the model is."""
-    from memfit.frameworks.keras.trace import planning as questions
+    from memfit.frameworks.keras.trace.planning import facts_of
 
-    model, batch = tracer.model, tracer.batch
-    with doing("checking whether the batch can be split"):
-        splitting = questions.splitting(model, batch)
-    not_split = splitting.refused
-    if not not_split and tracer.batch_size is None:
-        not_split = "the arrays of the batch have no common first dimension"
-    with doing("finding what can be recomputed"):
-        units, not_recomputed = questions.recomputable(model, batch)
-    return StepFacts(
-        framework=f"keras:{tracer.backend}",
-        precisions=AUTOCASTS,
-        moves=frozenset({"lora", "qlora", *(("jit-compile",) if _may_compile(tracer, target) else ())}),
-        parts=tuple(Part(one.path, one.kept_bytes_per_sample, one.flops_per_sample) for one in units),
-        not_recomputed=not_recomputed,
-        not_split=not_split,
-        approximate=splitting.approximate,
-        draws_random_numbers=splitting.random,
-        loop_factor=questions.loop_factor(model, on_host=target.kind is Kind.HOST),
-        time_forward=lambda: questions.time_forward(model, batch),
-    )
-
-
-def _may_compile(tracer: OpenModel, target: Device) -> bool:
-    """Whether compiling the step as a whole would be a change that helps."""
-    if tracer.backend != "tensorflow" or target.kind is not Kind.CUDA:
-        return False
-    from memfit.frameworks.keras.trace.tensorflow_backend import compiles_on
-
-    is_compiled = tracer.model.jit_compile or compiles_on(tracer.model, target, None)
-    return not is_compiled and not tracer.model.run_eagerly
+    return facts_of(tracer.model, tracer.batch, target)
 
 
 def apply(plan: Plan, model: Any, optimizer: Any) -> Any:
@@ -80,11 +65,44 @@ def apply(plan: Plan, model: Any, optimizer: Any) -> Any:
     return FittedModel(plan.settings, model, approximate=approximate)
 
 
-def named_job(name: str, optimizer: str, sequence_length: int | None, image_size: int | None) -> Job:
-    """The usual job of a model of keras.applications."""
-    from memfit.frameworks.keras import named
+def named_job(name: str, optimizer: str, sequence_length: int | None = None, image_size: int | None = None) -> Job:
+    """The usual job of a model of keras.applications, "keras:ResNet50": sparse cross entropy over its classes."""
+    name = name.removeprefix("keras:")
+    if optimizer not in OPTIMIZERS:
+        raise BadInput(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but {optimizer!r} was given.")
+    if optimizer not in _OPTIMIZERS:
+        raise BadInput(
+            f"optimizer {optimizer!r} was given, but a Keras model trains with one. "
+            f"Give one of {', '.join(_OPTIMIZERS)}."
+        )
+    model = _model(name, image_size)
+    model.compile(optimizer=_OPTIMIZERS[optimizer](), loss="sparse_categorical_crossentropy")
+    _, *sample = model.inputs[0].shape
+    height, width = sample[:2] if keras.config.image_data_format() == "channels_last" else sample[1:]
+    return Job(
+        model,
+        batch=lambda count: (keras.KerasTensor((count, *sample)), keras.KerasTensor((count,), "int32")),
+        name=f"keras:{name} ({height} x {width} pixels)",
+    )
 
-    return named.named_job(name.removeprefix("keras:"), optimizer, image_size)
+
+def _model(name: str, image_size: int | None) -> Any:
+    known = [key for key, value in vars(keras.applications).items() if key[:1].isupper() and callable(value)]
+    if name not in known:
+        lower = {key.lower(): key for key in known}
+        close = [lower[key] for key in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)]
+        hint = f" Did you mean {', '.join(close)}?" if close else f" It has {', '.join(known)}."
+        raise BadTarget(f"keras.applications has no model {name!r}.{hint}")
+    make = getattr(keras.applications, name)
+    if image_size is None:
+        return make(weights=None)
+    channels_last = keras.config.image_data_format() == "channels_last"
+    shape = (image_size, image_size, 3) if channels_last else (3, image_size, image_size)
+    try:
+        return make(weights=None, input_shape=shape)
+    except ValueError as error:
+        text = " ".join(str(error).split())
+        raise BadInput(f"keras:{name} can't be made for images of {image_size} x {image_size}: {text}") from None
 
 
 def guarded_loop(*subject: Any, **options: Any) -> "KerasLoop":

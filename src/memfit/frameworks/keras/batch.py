@@ -45,19 +45,12 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as shapes.
+    """A batch as shapes."""
 
-    Args:
-        data: the nesting that `train_step` gets, with a `Spec` for each array.
-        batch_size: the first dimension that all arrays share; None where they share none.
-        make: gives the batch of another size, where the caller has a function for that.
-        any_form: whether what `make` gives may be any nesting, see `read`.
-    """
-
-    data: Any
-    batch_size: int | None
-    make: Callable[[int], Any] | None = None
-    any_form: bool = False
+    data: Any  # the nesting that `train_step` gets, with a `Spec` for each array
+    batch_size: int | None  # the first dimension that all arrays share
+    make: Callable[[int], Any] | None = None  # gives the batch of another size
+    any_form: bool = False  # what `make` gives may be any nesting, see `read`
 
     @property
     def x(self) -> Any:
@@ -71,7 +64,7 @@ class Batch:
 
     def specs(self) -> list[Spec]:
         """The shapes of all arrays, in order."""
-        return [spec for spec in flatten(self.data) if spec is not None]
+        return flatten(self.data)
 
     def resized(self, batch_size: int | None) -> "Batch":
         """The batch with another first dimension; None leaves it as it is."""
@@ -86,22 +79,15 @@ class Batch:
                 "dimension is the batch, or a function that makes a batch of a given size."
             )
 
-        def change(spec: Spec | None) -> Spec | None:
-            if spec is None or not spec.shape or spec.shape[0] != self.batch_size:
-                return spec
-            return Spec((batch_size, *spec.shape[1:]), spec.dtype)
+        def change(spec: Spec) -> Spec:
+            is_sized = bool(spec.shape) and spec.shape[0] == self.batch_size
+            return Spec((batch_size, *spec.shape[1:]), spec.dtype) if is_sized else spec
 
         return Batch(mapped(change, self.data), batch_size)
 
 
 def open_batch(batch: Any, batch_size: int | None = None, *, any_form: bool = False) -> Batch:
-    """A batch that a user gave, checked, at its own size or the given one.
-
-    Args:
-        batch: arrays, shapes, or a function of the size that makes them.
-        batch_size: replaces its first dimension.
-        any_form: see `read`.
-    """
+    """A batch that a user gave, or a function of its size that makes one, checked, at its own size or the given one."""
     if batch_size is not None and batch_size < 1:
         raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
     if callable(batch) and not hasattr(batch, "shape"):
@@ -111,13 +97,10 @@ def open_batch(batch: Any, batch_size: int | None = None, *, any_form: bool = Fa
 
 
 def read(batch: Any, unknown: int = _DEFAULT_BATCH_SIZE, *, any_form: bool = False) -> Batch:
-    """The shapes of a batch.
+    """The shapes of a batch; `unknown` stands for a first dimension that is None, as that of `keras.Input` is.
 
-    Args:
-        batch: as a user gave it.
-        unknown: stands for a first dimension that is None, as that of `keras.Input` is.
-        any_form: any nesting, whose arrays may have different numbers of samples: a training step of the model's own
-            takes what it likes.
+    With `any_form`, it is any nesting, whose arrays may have different numbers of samples: a training step of the
+    model's own takes what it likes.
     """
     if batch is None:
         raise BadBatch(
@@ -135,7 +118,7 @@ def read(batch: Any, unknown: int = _DEFAULT_BATCH_SIZE, *, any_form: bool = Fal
         data = tuple(_specs(part, name, unknown) for part, name in zip(batch, _PLACES, strict=False))
     else:
         data = _specs(batch, "x", unknown)
-    specs = [spec for spec in flatten(data) if spec is not None]
+    specs = flatten(data)
     if not specs:
         raise BadBatch(f"the batch holds no array ({type(batch).__name__} was given). Give arrays or shapes: (x, y).")
     empty = next((spec for spec in specs if spec.shape and spec.shape[0] == 0), None)
@@ -153,9 +136,7 @@ def read(batch: Any, unknown: int = _DEFAULT_BATCH_SIZE, *, any_form: bool = Fal
 def _specs(value: Any, place: str, unknown: int) -> Any:
     """The shapes in one part of a batch."""
 
-    def spec(leaf: Any) -> Spec | None:
-        if leaf is None:
-            return None
+    def spec(leaf: Any) -> Spec:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise BadBatch(
                 f"{place} of the batch holds {leaf!r}, a {type(leaf).__name__}, where arrays, tensors or shapes are "
@@ -180,19 +161,18 @@ def _specs(value: Any, place: str, unknown: int) -> Any:
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A nesting with each leaf, None included, replaced by `change(leaf)`."""
+    """A nesting with each leaf but None replaced by `change(leaf)`."""
     if isinstance(value, Mapping):
         return {name: mapped(change, part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         parts = [mapped(change, part) for part in value]
         return tuple(parts) if isinstance(value, tuple) else parts
-    return change(value)
+    return None if value is None else change(value)
 
 
 def flatten(value: Any) -> list[Any]:
-    """The leaves of a nesting, None included."""
-    if isinstance(value, Mapping):
-        return [leaf for part in value.values() for leaf in flatten(part)]
-    if isinstance(value, list | tuple):
-        return [leaf for part in value for leaf in flatten(part)]
-    return [value]
+    """The leaves of a nesting but None."""
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return [leaf for part in parts for leaf in flatten(part)]
+    return [] if value is None else [value]

@@ -174,11 +174,6 @@ def collects_losses() -> bool:
     return scope is None or bool(scope.collect_losses)
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor of the backend."""
-    return bool(keras.ops.is_tensor(value))
-
-
 def uses_nnx() -> bool:
     """Whether layers of Keras are modules of flax; versions before 3.11 have no such thing."""
     return bool(getattr(keras.src.backend.config, "is_nnx_enabled", lambda: False)())
@@ -220,15 +215,12 @@ def forget_functions(model: Any) -> None:
 
 
 def forget_call(layer: Any, losses: list[Any]) -> None:
-    """Takes back what layers note down of a call: that these losses are theirs, and their dropout masks."""
+    """Takes back what layers note down of a call: that these losses are theirs, and their dropout masks.
+
+    Cells keep such masks through all steps of a call, and beyond it where the call fails.
+    """
     for part in layers_of(layer):
         NAMES.of(part, "_loss_ids").difference_update(map(id, losses))
-    forget_dropout(layer)
-
-
-def forget_dropout(layer: Any) -> None:
-    """Drops the masks that cells keep through all steps of a call, and beyond it where the call fails."""
-    for part in layers_of(layer):
         for name in ("reset_dropout_mask", "reset_recurrent_dropout_mask"):
             getattr(part, name, lambda: None)()
 
@@ -266,27 +258,28 @@ def losses_of(model: Any) -> list[Any]:
     return [loss for loss in compiled.flat_losses if loss] if flat is None else [one.loss for one in flat]
 
 
-def with_losses(compiled: Any, losses: list[Any], metrics: list[Any]) -> Any:
-    """A copy of what Keras makes of the losses of `compile` with others in their places.
+def copied(loss: Any) -> Any:
+    """A loss with the same contents; `copy.copy` would save and load it, which the compiled loss refuses."""
+    other = object.__new__(type(loss))
+    other.__dict__.update(loss.__dict__)
+    return other
 
-    `copy.copy` would save and load it, which the compiled loss refuses.
-    """
-    copied = object.__new__(type(compiled))
-    copied.__dict__.update(compiled.__dict__)
-    rest = iter(losses)
+
+def with_losses(compiled: Any, losses: list[Any], metrics: list[Any]) -> Any:
+    """A copy of what Keras makes of the losses of `compile` with others in their places."""
+    other, rest = copied(compiled), iter(losses)
     if getattr(compiled, "_flat_losses", None) is None:
-        copied.flat_losses = [next(rest) if loss else loss for loss in compiled.flat_losses]
+        other.flat_losses = [next(rest) if loss else loss for loss in compiled.flat_losses]
     else:
-        copied._flat_losses = [one._replace(loss=next(rest)) for one in compiled._flat_losses]
-    copied._metrics = metrics
-    return copied
+        other._flat_losses = [one._replace(loss=next(rest)) for one in compiled._flat_losses]
+    other._metrics = metrics
+    return other
 
 
 def is_loss_built(model: Any) -> bool:
     """Whether the losses and metrics of `compile` have made their variables."""
-    return all(
-        one is None or one.built for one in (NAMES.of(model, "_compile_loss"), NAMES.of(model, "_compile_metrics"))
-    )
+    parts = (NAMES.of(model, "_compile_loss"), NAMES.of(model, "_compile_metrics"))
+    return all(part is None or part.built for part in parts)
 
 
 def loss_tracker(model: Any) -> Any:

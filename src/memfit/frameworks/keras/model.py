@@ -4,13 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 
 from memfit.core.errors import BadBatch, BadModel, MemfitError, StepFailed
-from memfit.core.timeline import Category, Timeline
+from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
 from memfit.frameworks.keras import internals
@@ -22,17 +22,11 @@ METRICS = "(metrics)"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One variable of a model.
-
-    Args:
-        variable: Keras's.
-        category: what it is for.
-        module: dotted path of the layer that holds it, or of the one that it keeps state for.
-    """
+    """One variable of a model."""
 
     variable: Any
     category: Category
-    module: str
+    module: str  # dotted path of the layer that holds it, or that it keeps state for
 
     @property
     def size_bytes(self) -> int:
@@ -87,7 +81,7 @@ def check_inputs(model: Any, batch: Batch) -> None:
     if not inputs or has_own_step(model):
         # A training step of the model's own decides which part of a batch goes where.
         return
-    given = [spec for spec in flatten(batch.x) if spec is not None]
+    given = flatten(batch.x)
     if isinstance(batch.x, dict):
         names = [tensor.name for tensor in inputs]
         missing = set(names) - set(batch.x)
@@ -134,7 +128,7 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
     """
     if training and has_own_step(model) and _is_built_by_its_step(model):
         return
-    symbolic = mapped(lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype), batch.data)
+    symbolic = mapped(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), batch.data)
     # Keras then leaves the optimizer alone: each backend has its own way to build it.
     optimizer = model.optimizer if training else None
     was_built = optimizer is not None and optimizer.built
@@ -196,12 +190,7 @@ def layer_paths(model: Any) -> dict[int, str]:
 
 
 class LayerNames:
-    """Finds layers by the names that backends give to operators: the scopes of the layers around them.
-
-    Args:
-        model: whose layers are meant; None where there are several.
-        paths: of the layers of several models.
-    """
+    """Finds layers, of a model or by their paths, by the scopes that backends name operators with."""
 
     def __init__(self, model: Any, paths: Sequence[str] = ()) -> None:
         self._root = "" if model is None else str(model.name)
@@ -221,7 +210,7 @@ class LayerNames:
         return self._found[scopes]
 
 
-def held(model: Any, *, training: bool) -> list[Held]:
+def variables_of(model: Any, *, training: bool) -> list[Held]:
     """Every variable of a model that is built, each once: layers, metrics, then the optimizer's."""
     paths = layer_paths(model)
     seen: set[int] = set()
@@ -265,10 +254,6 @@ def state_bytes(variables: Sequence[Held], trained: Iterable[Any]) -> dict[Categ
     """Parameters, buffers, gradients and optimizer state in full.
 
     Counters and seeds count with 4 bytes a number: how wide they are is the one thing in which the backends differ.
-
-    Args:
-        variables: all of them.
-        trained: those with gradients.
     """
     with_gradient = {id(variable) for variable in trained}
     sizes: Counter[Category] = Counter()
@@ -282,28 +267,17 @@ def state_bytes(variables: Sequence[Held], trained: Iterable[Any]) -> dict[Categ
     return {category: size for category, size in sizes.items() if size}
 
 
-def trace_of(timeline: Timeline, variables: Sequence[Held], trained: Iterable[Any], **facts: Any) -> Trace:
-    """A trace of a step, with the sizes of its variables.
-
-    Args:
-        timeline: every allocation.
-        variables: that live from step to step.
-        trained: those with gradients.
-        facts: other fields of `Trace`.
-    """
+def trace_of(step: Trace, variables: Sequence[Held], trained: Iterable[Any]) -> Trace:
+    """The trace of a step with the sizes of its variables, of which `trained` have gradients."""
     sizes = state_bytes(variables, trained)
     count = sum(number_of(one.variable) for one in variables if one.category is Category.PARAMETER)
     parameter_bytes = sizes.get(Category.PARAMETER, 0)
-    return Trace(timeline, num_parameters=count, parameter_bytes=parameter_bytes, state_bytes=sizes, **facts)
+    return replace(step, num_parameters=count, parameter_bytes=parameter_bytes, state_bytes=sizes)
 
 
 @contextmanager
 def explained(tracer: str) -> Iterator[None]:
-    """Turns any exception of a step into `StepFailed` with the line of the user's code that raised it.
-
-    Args:
-        tracer: who traces the step, such as "JAX".
-    """
+    """Turns any exception of a step that the tracer ("JAX") runs into `StepFailed` with the line that raised it."""
     try:
         yield
     except MemfitError:

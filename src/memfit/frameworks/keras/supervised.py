@@ -16,24 +16,13 @@ GuardedFit = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]]
 
 
 def install(module: ModuleType, guarded_fit: GuardedFit) -> None:
-    """Sends every `fit` of this process through a guard.
-
-    Args:
-        module: the package `keras`.
-        guarded_fit: calls Keras's own `fit`, guarded.
-    """
+    """Sends every `fit` of this process through a guard."""
     note("keras", backend=module.backend.backend())
     replace_method(module, "fit", guarded_fit)
 
 
 def replace_method(module: ModuleType, name: str, instead: GuardedFit) -> None:
-    """Has a method of every model call something else, which is given Keras's own; the first to ask wins.
-
-    Args:
-        module: the package `keras`.
-        name: of the method, such as "fit".
-        instead: what is called.
-    """
+    """Has a method of every model call `instead`, which is given Keras's own; the first to ask wins."""
     owner = next((kind for kind in module.Model.__mro__ if name in vars(kind)), None)
     if owner is None or hasattr(getattr(owner, name), "_memfit_plain"):
         return

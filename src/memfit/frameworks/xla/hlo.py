@@ -40,50 +40,29 @@ Aliases = tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An array, or a tuple of shapes.
+    """An array, or a tuple of shapes, whose bytes are those of the table of pointers to its parts."""
 
-    Args:
-        text: as XLA prints it, with its layout.
-        size_bytes: of the array; of a tuple, of the table of pointers to its parts.
-        parts: of a tuple; None for an array.
-        dimensions: of an array.
-    """
-
-    text: str
+    text: str  # as XLA prints it, with its layout
     size_bytes: int
-    parts: "tuple[Shape, ...] | None" = None
+    parts: "tuple[Shape, ...] | None" = None  # None for an array
     dimensions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction.
-
-    Args:
-        name: unique in the program.
-        opcode: such as "fusion".
-        shape: of its value.
-        operands: names.
-        called: computations by the attribute that names them; branches of a conditional as "branch0" and so on.
-        number: of a parameter; -1 for all others.
-        index: of the part that get-tuple-element takes; -1 for all others.
-        aliases: of its operands that must share memory with its value.
-        op_name: what the framework called it.
-        source: (file, line) pairs of the user's call stack, innermost first.
-        attributes: what else is said about it, as it is printed.
-    """
+    """One instruction."""
 
     name: str
     opcode: str
     shape: Shape
     operands: tuple[str, ...] = ()
-    called: dict[str, str] = field(default_factory=dict)
-    number: int = -1
-    index: int = -1
-    aliases: Aliases = ()
-    op_name: str = ""
-    source: tuple[tuple[str, int], ...] = ()
-    attributes: str = ""
+    called: dict[str, str] = field(default_factory=dict)  # by attribute; branches of a conditional as "branch0"
+    number: int = -1  # of a parameter
+    index: int = -1  # of the part that get-tuple-element takes
+    aliases: Aliases = ()  # operands that must share memory with its value
+    op_name: str = ""  # what the framework called it
+    source: tuple[tuple[str, int], ...] = ()  # the user's call stack, innermost first
+    attributes: str = ""  # what else is said about it, as it is printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +76,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A program.
-
-    Args:
-        entry: where it begins.
-        computations: all, by name.
-        aliases: of arguments that share memory with results.
-    """
+    """A program; `aliases` are arguments that share memory with results."""
 
     entry: Computation
     computations: dict[str, Computation]

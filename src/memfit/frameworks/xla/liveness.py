@@ -7,6 +7,7 @@ writes over an operand of the same shape that nobody needs any more.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from memfit.frameworks.xla.hlo import Aliases, Computation, Instruction, Module, Shape
 
@@ -25,88 +26,42 @@ _ELEMENTWISE = frozenset({
 
 @dataclass(slots=True)
 class Value:
-    """An array that an instruction makes.
-
-    Args:
-        size_bytes: of the array.
-        start: when it is made.
-        end: when it is last read.
-        instruction: that makes it.
-        argument: number of the program's argument that it is; None for all others.
-        is_constant: whether it is part of the program.
-        is_result: whether the program gives it to its caller.
-        path: its place in the tuple that the instruction makes.
-        users: (time, instruction, number of the operand) of each that reads it.
-    """
+    """An array that an instruction makes."""
 
     size_bytes: int
-    start: int
-    end: int
+    start: int  # when it is made
+    end: int  # when it is last read
     instruction: Instruction
-    argument: int | None = None
-    is_constant: bool = False
-    is_result: bool = False
-    path: tuple[int, ...] = ()
-    users: list[tuple[int, Instruction, int]] = field(default_factory=list)
+    argument: int | None = None  # number of the program's argument that it is
+    is_constant: bool = False  # part of the program
+    is_result: bool = False  # the program gives it to its caller
+    path: tuple[int, ...] = ()  # its place in the tuple that the instruction makes
+    users: list[tuple[int, Instruction, int]] = field(default_factory=list)  # (time, instruction, operand)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Values that lie in one place, in the order in which they are made.
-
-    Args:
-        values: all of them.
-        size_bytes: of the largest.
-        overwrites: places among all buffers of those whose values end where one of its own may be written over them.
-    """
+    """Values that lie in one place, in the order in which they are made."""
 
     values: tuple[Value, ...]
-    size_bytes: int
-    overwrites: frozenset[int] = frozenset()
-
-    @property
-    def start(self) -> int:
-        """When the first value is made."""
-        return self.values[0].start
-
-    @property
-    def end(self) -> int:
-        """When the last value is read for the last time."""
-        return max(value.end for value in self.values)
-
-    @property
-    def argument(self) -> int | None:
-        """Number of the argument that lies there first."""
-        return next((value.argument for value in self.values if value.argument is not None), None)
-
-    @property
-    def is_result(self) -> bool:
-        """Whether the program gives it to its caller."""
-        return any(value.is_result for value in self.values)
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it is part of the program."""
-        return any(value.is_constant for value in self.values)
+    size_bytes: int  # of the largest
+    overwrites: frozenset[int]  # buffers whose values end where one of its own may be written over them
+    start: int  # when the first value is made
+    end: int  # when the last value is read for the last time
+    argument: int | None  # number of the argument that lies there first
+    is_result: bool  # the program gives it to its caller
+    is_constant: bool  # part of the program
 
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """What a program holds.
+    """What a program holds."""
 
-    Args:
-        buffers: in the order in which they begin.
-        num_times: instructions that run, those of loops counted once.
-        order: the instructions, by time.
-        results: index in `buffers` of each leaf of the result, in their order.
-        table_bytes: of the table of pointers to the results.
-    """
-
-    buffers: tuple[Buffer, ...]
-    num_times: int
-    order: tuple[Instruction, ...]
-    results: tuple[int, ...]
-    table_bytes: int
+    buffers: tuple[Buffer, ...]  # in the order in which they begin
+    num_times: int  # instructions that run, those of loops counted once
+    order: tuple[Instruction, ...]  # the instructions, by time
+    results: tuple[int, ...]  # index in `buffers` of each leaf of the result
+    table_bytes: int  # of the table of pointers to the results
 
 
 def lives_of(module: Module) -> Lives:
@@ -300,8 +255,18 @@ class _Walk:
                 for leaf in ending.get(value.start, ())
                 if self._can_overwrite(values[leaf], value)
             }
-            largest = max(value.size_bytes for value in inside)
-            buffers.append(Buffer(tuple(inside), largest, frozenset(overwrites - {places[group]})))
+            buffers.append(
+                Buffer(
+                    tuple(inside),
+                    max(value.size_bytes for value in inside),
+                    frozenset(overwrites - {places[group]}),
+                    inside[0].start,
+                    max(value.end for value in inside),
+                    next((value.argument for value in inside if value.argument is not None), None),
+                    any(value.is_result for value in inside),
+                    any(value.is_constant for value in inside),
+                )
+            )
         results = tuple(places[self._find(leaf)] for leaf in _leaves(result))
         return Lives(tuple(buffers), len(self._order), tuple(self._order), results, table_bytes)
 
@@ -363,3 +328,126 @@ def _at(tree: object, path: tuple[int, ...]) -> object:
             return ()
         tree = tree[place]
     return tree
+
+
+_ALIGNMENT_BYTES = 64
+# Packing compares each buffer with all others; beyond so many the smallest, which hardly matter, are added up.
+_MOST_PACKED = 2500
+
+_Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Bytes that XLA sets aside; outputs are those that don't take an argument's place, and their table."""
+
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    constant_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is taken while the program runs."""
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+
+def lay_out(lives: Lives) -> Layout:
+    """What XLA sets aside for a program, from the lives of its buffers alone.
+
+    XLA gives each argument and each result a range of its own for as long as the program runs, puts what it can into
+    the ranges that results (and the donated arguments that become results) leave unused, and packs the rest into one
+    range: largest first, or longest-lived first, each at the tightest gap; the better of the two orders counts. Where
+    XLA's own figure is at hand it is the truth; TensorFlow gives none.
+    """
+    buffers = lives.buffers
+    # (bytes, buffers in it) of each argument or result that others may use while it waits for its value.
+    ranges: list[tuple[int, list[int]]] = []
+    packed: dict[int, Buffer] = {}
+    arguments = outputs = constants = 0
+    order = sorted(
+        range(len(buffers)),
+        key=lambda place: (-buffers[place].size_bytes, not buffers[place].is_result, buffers[place].start),
+    )
+    for place in order:
+        buffer = buffers[place]
+        size = buffer.size_bytes
+        if buffer.is_constant:
+            constants += size
+        elif buffer.argument is not None or buffer.is_result:
+            arguments += size if buffer.argument is not None else 0
+            outputs += size if buffer.argument is None else 0
+            if buffer.is_result:
+                ranges.append((size, [place]))
+        else:
+            # The smallest range that is free while the buffer lives.
+            for width, inside in reversed(ranges):
+                if width >= size and not any(_collide(buffers, other, place) for other in inside):
+                    inside.append(place)
+                    break
+            else:
+                if size:
+                    packed[place] = buffer
+    groups = sorted(_overwritten(packed), key=lambda group: -group.size_bytes)
+    groups, rest = groups[:_MOST_PACKED], groups[_MOST_PACKED:]
+    by_life = sorted(groups, key=lambda group: (group.start - group.end, -group.size_bytes))
+    by_size = sorted(groups, key=lambda group: (-group.size_bytes, group.start - group.end))
+    temporary = min(_best_fit(by_size), _best_fit(by_life)) + sum(group.size_bytes for group in rest)
+    return Layout(arguments, outputs + lives.table_bytes, temporary, constants)
+
+
+def _collide(buffers: tuple[Buffer, ...], one: int, other: int) -> bool:
+    """Whether two buffers can't lie in one place: they live at once, and the first isn't written over the other."""
+    first, second = buffers[one], buffers[other]
+    return any(
+        a.start <= b.end and b.start <= a.end and not (a.start == b.end and other in first.overwrites)
+        for a in first.values
+        for b in second.values
+    )
+
+
+class _Group(NamedTuple):
+    """Buffers of which one is written over the other."""
+
+    size_bytes: int
+    start: int
+    end: int
+    spans: _Spans
+
+
+def _overwritten(buffers: dict[int, Buffer]) -> list[_Group]:
+    """All buffers, those joined of which one is written over the other."""
+    groups: dict[int, _Group] = {}
+    belongs: dict[int, int] = {}
+    for place in sorted(buffers, key=lambda place: buffers[place].start):
+        buffer = buffers[place]
+        joined = (belongs[other] for other in sorted(buffer.overwrites) if other in belongs)
+        target = next((group for group in joined if groups[group].end == buffer.start), place)
+        belongs[place] = target
+        size, start, end, spans = groups.get(target, (buffer.size_bytes, buffer.start, buffer.end, []))
+        spans = [*spans, *((value.start, value.end) for value in buffer.values)]
+        groups[target] = _Group(size, min(start, buffer.start), max(end, buffer.end), spans)
+    return list(groups.values())
+
+
+def _best_fit(groups: list[_Group]) -> int:
+    """Bytes of the range when each group, in this order, is put into the tightest gap that is free all along."""
+    placed: list[tuple[int, int, int, int, _Spans]] = []
+    total = 0
+    for group in groups:
+        size = -(-group.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        first, last, spans = group.start, group.end, group.spans
+        taken = sorted(
+            (offset, offset + width)
+            for offset, width, start, end, others in placed
+            if start <= last and first <= end and any(a <= d and c <= b for a, b in others for c, d in spans)
+        )
+        best, tightest, free = None, None, 0
+        for start, end in taken:
+            if start - free >= size and (tightest is None or start - free < tightest):
+                best, tightest = free, start - free
+            free = max(free, end)
+        offset = free if best is None else best
+        placed.append((offset, size, first, last, spans))
+        total = max(total, offset + size)
+    return total

@@ -39,31 +39,17 @@ _GROUPS = re.compile(r"feature_group_count=(\d+)")
 
 
 class Scratch(NamedTuple):
-    """What one kernel takes.
+    """What one kernel takes."""
 
-    Args:
-        time: of its instruction in the program's order.
-        end: of the next kernel that takes memory.
-        matrix_bytes: kept until that one has ended.
-        own_bytes: that it writes to while it runs.
-        asked_bytes: that it asks for while it runs, whether it writes there or not.
-    """
-
-    time: int
-    end: int
-    matrix_bytes: int
-    own_bytes: int
-    asked_bytes: int
+    time: int  # of its instruction in the program's order
+    end: int  # of the next kernel that takes memory
+    matrix_bytes: int  # kept until that one has ended
+    own_bytes: int  # that it writes to while it runs
+    asked_bytes: int  # that it asks for, whether it writes there or not
 
 
 def scratch_of(module: Module, lives: Lives, num_threads: int) -> tuple[Scratch, ...]:
-    """Every kernel of a program that takes memory for itself, in the program's order.
-
-    Args:
-        module: the program.
-        lives: of its values.
-        num_threads: that may run it.
-    """
+    """Every kernel of a program that takes memory for itself, in the program's order."""
     by_name = {one.name: one for computation in module.computations.values() for one in computation.instructions}
     taken = []
     for time, instruction in enumerate(lives.order):
@@ -97,12 +83,7 @@ def most_asked_bytes(scratch: Sequence[Scratch]) -> int:
 
 
 def spread_of(total_bytes: int, scratch: Sequence[Scratch]) -> tuple[float, float]:
-    """The least and the greatest peak as multiples of the expected one: without scratch memory, or with twice as much.
-
-    Args:
-        total_bytes: expected, what kernels take included.
-        scratch: what they take.
-    """
+    """Least and greatest peak as multiples of the expected one: without scratch memory, or with twice as much."""
     share = most_bytes(scratch) / max(1, total_bytes)
     return min(1 - share, 1 - _LEAST_SPREAD), max(1 + share, 1 + _LEAST_SPREAD)
 

@@ -5,8 +5,16 @@ import pytest
 from memfit.core.errors import BadBatch, BadModel, StepFailed
 from memfit.core.timeline import Category
 from memfit.frameworks.keras.batch import read
-from memfit.frameworks.keras.model import LayerNames, build, check_inputs, check_model, held, layer_paths, state_bytes
-from memfit.frameworks.keras.trace.restoration import untouched
+from memfit.frameworks.keras.model import (
+    LayerNames,
+    build,
+    check_inputs,
+    check_model,
+    layer_paths,
+    state_bytes,
+    variables_of,
+)
+from memfit.frameworks.keras.trace.job import untouched
 
 layers = keras.layers
 
@@ -120,7 +128,7 @@ def test_scopes_of_operators_lead_to_layers(scopes, path):
 
 
 def test_variables_are_sorted_by_what_they_are_for(built):
-    found = held(built, training=True)
+    found = variables_of(built, training=True)
 
     by_category = {}
     for one in found:
@@ -139,20 +147,20 @@ def test_variables_are_sorted_by_what_they_are_for(built):
 def test_the_bytes_of_the_state_are_those_of_the_shapes(built):
     parameters = 8 * 4 + 4 + 2 * 4 + 4 * 2 + 2
 
-    sizes = state_bytes(held(built, training=True), built.trainable_variables)
+    sizes = state_bytes(variables_of(built, training=True), built.trainable_variables)
 
     assert sizes[Category.PARAMETER] == sizes[Category.GRADIENT] == 4 * parameters
     assert sizes[Category.OPTIMIZER_STATE] == 3 * 4 * parameters + 4 + 4
     # Two moving statistics, a seed, and (sum, count) of the loss and of a metric.
     assert sizes[Category.BUFFER] == 4 * (2 * 4 + 2 + 2 * 2)
-    assert Category.GRADIENT not in state_bytes(held(built, training=False), ())
+    assert Category.GRADIENT not in state_bytes(variables_of(built, training=False), ())
 
 
 def test_frozen_parameters_stay_parameters_without_gradients(built):
-    before = state_bytes(held(built, training=True), built.trainable_variables)
+    before = state_bytes(variables_of(built, training=True), built.trainable_variables)
     built.get_layer("wide").trainable = False
 
-    after = state_bytes(held(built, training=True), built.trainable_variables)
+    after = state_bytes(variables_of(built, training=True), built.trainable_variables)
 
     assert after[Category.PARAMETER] == before[Category.PARAMETER]
     assert after[Category.GRADIENT] == before[Category.GRADIENT] - 4 * (8 * 4 + 4)

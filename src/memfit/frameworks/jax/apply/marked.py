@@ -5,6 +5,7 @@ values are many, such as a transformer's layer. By itself the mark does nothing;
 the calls that the settings name are computed again in the backward pass.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,23 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from memfit.core.errors import BadInput
-from memfit.frameworks.jax.apply.operations import count_flops
 from memfit.frameworks.jax.apply.recomputation import recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a marked block.
+    """One call of a marked block."""
 
-    Args:
-        name: of the block and which of its calls, "layer.3".
-        kept_bytes: what it keeps inside for the backward pass.
-        flops: of its forward pass.
-    """
-
-    name: str
-    kept_bytes: int
-    flops: float
+    name: str  # of the block and which of its calls, "layer.3"
+    kept_bytes: int  # inside, for the backward pass
+    flops: float  # of its forward pass
 
 
 @dataclass(slots=True)
@@ -49,12 +43,7 @@ _tracing: ContextVar[_Tracing | None] = ContextVar("memfit_jax_blocks", default=
 
 
 def block(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
-    """Marks a function as a block that can be computed again in the backward pass.
-
-    Args:
-        function: of arrays, or a module that can be called; called several times, each call is a block of its own.
-        name: in plans and reports; the function's own by default.
-    """
+    """Marks a function as a block that can be computed again in the backward pass."""
     known = name or getattr(function, "__name__", None) or type(function).__name__
 
     def marked(*arguments: Any, **options: Any) -> Any:
@@ -114,13 +103,7 @@ def num_bytes(tree: Any) -> int:
 
 
 class _OfArrays:
-    """A call as a function of its arrays: what else it was given stays as it is.
-
-    Args:
-        function: what is called.
-        arguments: by their place.
-        options: by their name.
-    """
+    """A call as a function of its arrays: what else it was given stays as it is."""
 
     def __init__(self, function: Callable[..., Any], arguments: Any, options: Any) -> None:
         self._function = function
@@ -162,3 +145,46 @@ def _looked_at(name: str, function: Callable[..., Any], arguments: Any, options:
     finally:
         _tracing.reset(token)
     return Call(name, max(0, kept - num_bytes(given)), flops)
+
+
+def count_flops(program: Any) -> float:
+    """Operations of the products and convolutions of a jaxpr, inner programs included; a loop counts with its length.
+
+    A loop whose length only a run would tell counts once.
+    """
+    total = 0.0
+    for equation in program.eqns:
+        name = equation.primitive.name
+        if name == "dot_general":
+            total += _product(equation)
+        elif name == "conv_general_dilated":
+            total += _convolution(equation)
+        else:
+            times = equation.params.get("length", 1) if name == "scan" else 1
+            total += times * sum(map(count_flops, _inner(equation.params)))
+    return total
+
+
+def _product(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    size = math.prod(equation.outvars[0].aval.shape) * math.prod(left[place] for place in contracted)
+    return 2.0 * float(size)
+
+
+def _convolution(equation: Any) -> float:
+    kernel = equation.invars[1].aval.shape
+    output_channels = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    size = math.prod(equation.outvars[0].aval.shape) * math.prod(kernel)
+    return float(2.0 * size / max(1, output_channels))
+
+
+def _inner(params: dict[str, Any]) -> list[Any]:
+    """Programs among the parameters of an equation; of branches, the first that there is."""
+    found = []
+    for value in params.values():
+        one = value[0] if isinstance(value, tuple | list) and value else value
+        program = getattr(one, "jaxpr", one)
+        if hasattr(program, "eqns"):
+            found.append(program)
+    return found

@@ -17,13 +17,9 @@ Function = Callable[[list[Any], list[Any]], list[Any]]
 
 
 def recomputed(function: Function, weights: Sequence[Any], trained: Sequence[bool], inputs: Sequence[Any]) -> list[Any]:
-    """Calls `function(weights, inputs)`, keeping only its arguments for the backward pass.
+    """Calls the pure `function(weights, inputs)`, keeping only its arguments for the backward pass.
 
-    Args:
-        function: pure; returns a list of arrays.
-        weights: arrays that are kept anyway.
-        trained: for each of the weights, whether a gradient is wanted.
-        inputs: arrays; the second computation waits until their gradient is needed.
+    Gradients go to inputs and to the weights that are `trained`; the second computation waits for those of the inputs.
     """
     num = len(weights)
     differentiated = [bool(wanted) and _is_inexact(value) for wanted, value in zip(trained, weights, strict=True)]

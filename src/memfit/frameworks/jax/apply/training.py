@@ -1,6 +1,6 @@
 """A training step of JAX made from a loss function and an optimizer of optax: one that settings can change.
 
-    step = train_step(loss, optax.adam(1e-3), settings=Settings(micro_batches=4))
+    step = TrainStep(loss, optax.adam(1e-3), Settings(micro_batches=4))
     params, state, value = step(params, state, batch)
 
 Parts of the batch go one after the other through a loop of XLA's, which computes one at a time; their gradients add up
@@ -9,6 +9,7 @@ with the weights that make them those of the whole batch, and the optimizer upda
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 
 from memfit.core.errors import BadBatch, BadInput, BadLoss, BadOptimizer
 from memfit.core.settings import Settings
-from memfit.frameworks.jax.apply.marked import Call, recomputing, recording
-from memfit.frameworks.jax.apply.operations import count_flops
+from memfit.frameworks.jax.apply.marked import Call, count_flops, recomputing, recording
 
+_DONATING = Settings(donate=True)
 _WEIGHTINGS = ("samples", "sum", "given")
 
 
@@ -30,28 +31,17 @@ class _Structure:
     constants: tuple[Any, ...]
 
 
-def train_step(loss: Callable[[Any, Any], Any], optimizer: Any, *, settings: Settings | None = None) -> "TrainStep":
-    """The step that computes gradients and updates once, jitted.
+class TrainStep:
+    """A step of training that updates once, jitted: `step(params, state, batch) -> (params, state, loss)`.
 
     Args:
         loss: takes (params, batch), returns the scalar mean over the batch, or (loss, weight), where the weight is the
             mean's true denominator, such as the number of tokens.
         optimizer: of optax, or anything with its `init` and `update`.
-        settings: how to run it; None: plainly, but for parameters and state, which are updated in place (donated).
-    """
-    return TrainStep(loss, optimizer, Settings(donate=True) if settings is None else settings)
-
-
-class TrainStep:
-    """A step of training: `step(params, state, batch) -> (params, state, loss)`.
-
-    Args:
-        loss: as for `train_step`.
-        optimizer: as for `train_step`.
-        settings: how it is run.
+        settings: how to run it; by default plainly, but for parameters and state, which are updated in place.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any], optimizer: Any, settings: Settings) -> None:
+    def __init__(self, loss: Callable[[Any, Any], Any], optimizer: Any, settings: Settings = _DONATING) -> None:
         _check(loss, optimizer, settings)
         self.loss = loss
         self.optimizer = optimizer
@@ -61,32 +51,26 @@ class TrainStep:
 
     def init(self, params: Any) -> Any:
         """The optimizer's state for these parameters."""
-        trained, _, _ = divided(params)
+        trained, _, _ = split_params(params)
         return jax.jit(self.optimizer.init)(trained)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         """One update.
 
-        Args:
-            params: any tree of arrays; what is no array (functions of equinox modules) or no real number stays.
-            state: of the optimizer, from `init`.
-            batch: a tree of arrays with samples along their first dimension; scalars and random keys go to every part.
+        The batch has samples along the first dimension of its arrays; scalars and random keys go to every part. What is
+        no array among the parameters (functions of equinox modules), or no real number, stays.
         """
         check_batch(batch)
-        trained, fixed, structure = divided(params)
+        trained, fixed, structure = split_params(params)
         trained, state, value = self._jitted(structure, trained, fixed, state, batch)
-        return joined(trained, fixed, structure), state, value
+        return join_params(trained, fixed, structure), state, value
 
     def to_compile(self, params: Any, batch: Any) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
         """(the step as a function, shapes of its arguments, places of those whose memory the results take).
 
         The arguments are what is trained, other arrays among the parameters, the optimizer's state and the batch.
-
-        Args:
-            params: arrays or shapes.
-            batch: the same.
         """
-        trained, fixed, structure = divided(shapes(params))
+        trained, fixed, structure = split_params(shapes(params))
         state = jax.eval_shape(self.optimizer.init, trained)
 
         def step(trained: Any, fixed: Any, state: Any, batch: Any) -> Any:
@@ -96,10 +80,7 @@ class TrainStep:
 
     def gradients(self, structure: _Structure, trained: Any, fixed: Any, batch: Any) -> tuple[Any, Any]:
         """(loss of the whole batch, gradients of the trained parameters)."""
-
-        def of_part(part: Any) -> tuple[tuple[Any, Any], Any]:
-            return self._part(structure, trained, fixed, part)
-
+        of_part = partial(self._part, structure, trained, fixed)
         size = check_batch(batch)
         length = part_size(self.settings, size)
         if size is None or length >= size:
@@ -139,8 +120,8 @@ class TrainStep:
             own, other, batched = jax.tree.map(narrowed, given) if narrow else given
             # Calls of blocks are counted anew each time that the loss is traced.
             with recomputing(self.settings.checkpoint):
-                result = self.loss(joined(own, other, structure), batched)
-            value, weight = _told(result)
+                result = self.loss(join_params(own, other, structure), batched)
+            value, weight = _loss_and_weight(result)
             if narrow:
                 value = value.astype(jnp.float32)
             if weight is None:
@@ -168,7 +149,7 @@ def part_size(settings: Settings, size: int | None) -> int:
     return -(-size // min(size, settings.micro_batches))
 
 
-def divided(params: Any) -> tuple[Any, Any, _Structure]:
+def split_params(params: Any) -> tuple[Any, Any, _Structure]:
     """(what is trained, other arrays, the rest): trees of the same shape, with None where a leaf is in another."""
     leaves, tree = jax.tree.flatten(params)
     trained, fixed, constants = [], [], []
@@ -183,8 +164,8 @@ def divided(params: Any) -> tuple[Any, Any, _Structure]:
     return jax.tree.unflatten(tree, trained), jax.tree.unflatten(tree, fixed), _Structure(tree, tuple(constants))
 
 
-def joined(trained: Any, fixed: Any, structure: _Structure) -> Any:
-    """The parameters that `divided` took apart."""
+def join_params(trained: Any, fixed: Any, structure: _Structure) -> Any:
+    """The parameters that `split_params` took apart."""
     parts = [structure.tree.flatten_up_to(tree) for tree in (trained, fixed)]
     leaves = [
         constant if own is None and other is None else other if own is None else own
@@ -233,33 +214,22 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(shape, tree)
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What a loss function looks like; nothing was computed.
+def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[float, tuple[Call, ...]]:
+    """(operations of a loss's forward pass, its calls of marked blocks in order); nothing is computed.
 
-    Args:
-        gives_weight: whether it returns (loss, weight).
-        flops: of its forward pass.
-        blocks: calls of marked blocks, in order.
+    Refuses a loss that returns anything else than a scalar, or (loss, weight).
     """
-
-    gives_weight: bool
-    flops: float
-    blocks: tuple[Call, ...]
-
-
-def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Look:
-    """Traces a loss; refuses one that returns anything else than a scalar, or (loss, weight)."""
-    trained, fixed, structure = divided(shapes(params))
+    trained, fixed, structure = split_params(shapes(params))
     results: list[Any] = []
 
     def run(own: Any, other: Any, data: Any) -> Any:
-        results[:] = [loss(joined(own, other, structure), data)]
+        results[:] = [loss(join_params(own, other, structure), data)]
         return results[0]
 
     with recording() as found:
         program = jax.make_jaxpr(run)(trained, fixed, shapes(batch))
-    return Look(_told(results[0])[1] is not None, count_flops(program.jaxpr), tuple(found))
+    _loss_and_weight(results[0])
+    return count_flops(program.jaxpr), tuple(found)
 
 
 def _taken(batch: Any, start: Any, length: int) -> Any:
@@ -285,7 +255,7 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _told(result: Any) -> tuple[Any, Any]:
+def _loss_and_weight(result: Any) -> tuple[Any, Any]:
     """(loss, its weight or None) of what a loss function returned."""
     value, weight = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
     wrong = [one for one in (value, weight) if one is not None and getattr(one, "shape", ()) != ()]
@@ -316,15 +286,8 @@ def _check(loss: Any, optimizer: Any, settings: Settings) -> None:
             f"losses of parts are weighted by {', '.join(_WEIGHTINGS)}, but {settings.weighting.kind!r} was asked for. "
             "Let the loss return (loss, weight)."
         )
-    known = Settings(
-        micro_batches=settings.micro_batches,
-        micro_batch_size=settings.micro_batch_size,
-        weighting=settings.weighting,
-        precision=settings.precision,
-        checkpoint=settings.checkpoint,
-        donate=settings.donate,
-    )
-    if replace(settings, jit_compile=None) != known:
+    known = ("micro_batches", "micro_batch_size", "weighting", "precision", "checkpoint", "donate", "jit_compile")
+    if replace(settings, **{name: getattr(Settings(), name) for name in known}) != Settings():
         raise BadInput(
             "these settings are for another framework: a step of JAX has micro-batches, recomputed blocks, "
             "amp-bf16 and donation."

@@ -16,7 +16,7 @@ from memfit.core.adapter import GuardedLoop
 from memfit.core.guarding import NEVER, BatchSize, BrokenUpdate, CannotFit, Fallbacks, OutOfMemory
 from memfit.core.oom import recognise
 from memfit.core.settings import Settings
-from memfit.frameworks.jax.apply.training import TrainStep, check_batch, divided, joined, part_size
+from memfit.frameworks.jax.apply.training import TrainStep, check_batch, join_params, part_size, split_params
 from memfit.frameworks.jax.guard.memory_request import NoRoom, Room, beside_arguments, form_of
 
 # What an update in place may ask for and still be trusted not to fail.
@@ -24,13 +24,7 @@ _NEXT_TO_NOTHING = 1 << 20
 
 
 class JaxLoop(GuardedLoop):
-    """Steps of a loss function and an optimizer, each run again in more parts where memory runs out.
-
-    Args:
-        loss: as for `train_step`.
-        optimizer: as for `train_step`.
-        settings: how steps are run at first.
-    """
+    """Steps of a loss and an optimizer, as for `train_step`, each run again in more parts where memory runs out."""
 
     model_name = "loss function"
 
@@ -57,7 +51,7 @@ class JaxLoop(GuardedLoop):
         """Gradients of the batch in as many parts as the settings say, and the update."""
         params, state, batch = self._params, self._state, self.batch
         self.happened, self.num_halvings = None, 1
-        trained, fixed, structure = divided(params)
+        trained, fixed, structure = split_params(params)
         size = check_batch(batch)
         part = part_size(settings_of(batch), size)
         try:
@@ -74,7 +68,7 @@ class JaxLoop(GuardedLoop):
                 self.num_halvings = _num_halvings(error)
             return failure
         trained, state = self._updated(trained, state, gradients)
-        self.result = joined(trained, fixed, structure), state, value
+        self.result = join_params(trained, fixed, structure), state, value
         self.happened = True
         return None
 
@@ -91,13 +85,19 @@ class JaxLoop(GuardedLoop):
     def _updated(self, trained: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
         key = form_of((trained, state))
         if key not in self._updates:
-            update = jax.jit(self._plain.update, donate_argnums=(0, 1)).lower(trained, state, gradients).compile()
+            update: Any = jax.jit(self._plain.update, donate_argnums=(0, 1)).lower(trained, state, gradients).compile()
             memory = update.memory_analysis()
-            is_in_place = memory is not None and beside_arguments(memory) <= _NEXT_TO_NOTHING
-            self._updates[key] = update if is_in_place else self._update_beside()
-        failure = ""
+            room = None
+            if memory is None or beside_arguments(memory) > _NEXT_TO_NOTHING:
+                # An update that leaves the old values where they are.
+                update = jax.jit(self._plain.update)
+                room = Room(update)
+            self._updates[key] = update, room
+        update, room = self._updates[key]
         try:
-            updated: tuple[Any, Any] = jax.block_until_ready(self._updates[key](trained, state, gradients))
+            if room is not None:
+                room.ask((trained, state, gradients))
+            updated: tuple[Any, Any] = jax.block_until_ready(update(trained, state, gradients))
             return updated
         except (RuntimeError, ValueError, MemoryError) as error:
             if recognise(error) is None:
@@ -111,17 +111,6 @@ class JaxLoop(GuardedLoop):
             f"memory ran out in the update: {failure} Parameters and state are as they were before the step; the "
             "optimizer's own memory doesn't fit beside them."
         )
-
-    def _update_beside(self) -> Callable[..., Any]:
-        """An update that leaves the old values where they are."""
-        update = jax.jit(self._plain.update)
-        room = Room(update)
-
-        def run(*arguments: Any) -> Any:
-            room.ask(arguments)
-            return update(*arguments)
-
-        return run
 
     # What the guard asks.
 

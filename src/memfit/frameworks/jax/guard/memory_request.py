@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,7 @@ _PAGE_BYTES = 4096
 
 
 class NoRoom(MemoryError):
-    """The memory that a step needs isn't there.
-
-    Args:
-        wanted_bytes: by the step, margins included.
-        free_bytes: that the system would give.
-    """
+    """The memory that a step needs, margins included, isn't there."""
 
     def __init__(self, wanted_bytes: int, free_bytes: int) -> None:
         super().__init__(f"a step that needs {wanted_bytes} bytes finds {free_bytes} bytes free")
@@ -53,32 +48,24 @@ class NoRoom(MemoryError):
 
 
 class Room:
-    """What the compiled forms of one function take.
-
-    Args:
-        function: jitted.
-    """
+    """What the compiled forms of one jitted function take."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
         self._needs: dict[Hashable, _Need] = {}
 
     def ask(self, arguments: tuple[Any, ...], settle: Callable[[], Any] = lambda: None) -> None:
-        """Makes sure that a step has the memory that it needs.
+        """Makes sure that a step has the memory that it needs, or raises NoRoom.
 
-        Args:
-            arguments: of the function.
-            settle: waits for the step before, which may still hold what this one needs.
-
-        Raises:
-            NoRoom: it isn't there.
+        `settle` waits for the step before, which may still hold what this one needs.
         """
         key = form_of(arguments)
         need = self._needs.get(key)
         if need is None:
             if _can_refuse():
                 _ask_host(_COMPILER_BYTES, settle)
-            devices = {device for leaf in _arrays(arguments) for device in leaf.devices()} or {jax.local_devices()[0]}
+            arrays = (leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array))
+            devices = {device for array in arrays for device in array.devices()} or {jax.local_devices()[0]}
             need = self._needs[key] = _Need(self._function.lower(*arguments), sorted(devices, key=lambda one: one.id))
         need.ask(settle)
 
@@ -108,11 +95,8 @@ class _Need:
         if not self._is_on_host:
             _ask_devices(self._devices, self.value_bytes, settle)
             return
-        values = self.value_bytes * len(self._devices)
-        if not _can_refuse():
-            _ask_host(values, settle)
-            return
-        _ask_host(values + self.scratch_bytes() - self._kept(), settle)
+        more = self.scratch_bytes() - self._kept() if _can_refuse() else 0
+        _ask_host(self.value_bytes * len(self._devices) + more, settle)
 
     def scratch_bytes(self) -> int:
         """What kernels and the runtime take for themselves on the host; it takes a moment to find out."""
@@ -158,16 +142,8 @@ def form_of(arguments: Any) -> Hashable:
 
 
 def beside_arguments(memory: Any) -> int:
-    """Bytes of results and temporaries.
-
-    Args:
-        memory: what `compiled.memory_analysis()` gave.
-    """
+    """Bytes of results and temporaries, from `compiled.memory_analysis()`."""
     return max(0, int(memory.temp_size_in_bytes) + int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes))
-
-
-def _arrays(arguments: Any) -> Iterator[jax.Array]:
-    return (leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array))
 
 
 def _ask_devices(devices: list[Any], size_bytes: int, settle: Callable[[], Any]) -> None:
@@ -247,13 +223,8 @@ class _HeapInfo(ctypes.Structure):
 
 def _heap_free_bytes() -> int:
     """What the C library holds and nobody uses; 0 where it doesn't say."""
-    describe = _describe_heap()
-    return 0 if describe is None else int(describe().fordblks)
-
-
-@cache
-def _describe_heap() -> Any:
     describe = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if describe is not None:
-        describe.restype = _HeapInfo
-    return describe
+    if describe is None:
+        return 0
+    describe.restype = _HeapInfo
+    return int(describe().fordblks)

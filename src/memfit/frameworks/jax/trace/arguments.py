@@ -26,24 +26,14 @@ _Form = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array among the arguments.
+    """One array among the arguments."""
 
-    Args:
-        argument: place of the argument that it is in.
-        path: names on the way to it.
-        shape: of the array.
-        dtype: of its elements.
-        size_bytes: of the array.
-        is_optimizer: whether it lies in a state of optax.
-        category: what it is for.
-    """
-
-    argument: int
-    path: tuple[str, ...]
+    argument: int  # place of the argument that it is in
+    path: tuple[str, ...]  # names on the way to it
     shape: tuple[int, ...]
     dtype: Any
     size_bytes: int
-    is_optimizer: bool
+    is_optimizer: bool  # lies in a state of optax
     category: Category = Category.BUFFER
 
     @property
@@ -60,11 +50,6 @@ class Leaf:
             names = [name for name in names if not name.isdigit()]
         names = [name for name in names if name != "params"]
         return ".".join(names)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the array."""
-        return int(np.prod(self.shape, dtype=np.int64))
 
 
 def is_array(value: Any) -> bool:
@@ -102,12 +87,7 @@ def _own_dtype(value: Any) -> Any:
 
 
 def assign(arguments: Sequence[Any], results: Any) -> list[Leaf]:
-    """The arrays of all arguments with their roles.
-
-    Args:
-        arguments: of the step.
-        results: shapes that it gives back.
-    """
+    """The arrays of all arguments of a step with their roles, which depend on the shapes that it gives back."""
     leaves = leaves_of(arguments)
     batch = batch_arguments(arguments, results)
     state = [leaf for leaf in leaves if leaf.argument not in batch and not leaf.is_optimizer]
@@ -198,7 +178,7 @@ def check_batch(leaves: Sequence[Leaf]) -> None:
             raise BadBatch(f"the batch has an array of shape {leaf.shape}, which is empty. Give at least one sample.")
 
 
-def taken_for(leaves: Sequence[Leaf], names: Sequence[str]) -> Note:
+def classified(leaves: Sequence[Leaf], names: Sequence[str]) -> Note:
     """What each argument was taken for."""
     parts = []
     for category in (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.BUFFER, Category.BATCH):

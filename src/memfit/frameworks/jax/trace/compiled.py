@@ -2,18 +2,19 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from memfit.core.errors import StepFailed
-from memfit.core.timeline import Timeline
+from memfit.core.estimate import Note
+from memfit.core.timeline import Category, Timeline
+from memfit.core.trace import Serving, Trace
 from memfit.frameworks.jax import internals
 from memfit.frameworks.jax.trace.arguments import size_of
-from memfit.frameworks.xla.buffers import Describe, held_before
-from memfit.frameworks.xla.program import Program
+from memfit.frameworks.xla.program import Describe, Program, held_before
 from memfit.frameworks.xla.scratch import Scratch, most_bytes, spread_of
 
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -25,40 +26,23 @@ _COPIES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled program.
-
-    Args:
-        program: after all of XLA's passes.
-        argument_bytes: of the arguments, those that the program doesn't use included.
-        output_bytes: of the results.
-        temporary_bytes: of what lives inside of the program.
-        alias_bytes: of results that take the place of donated arguments.
-        constant_bytes: of arrays that are part of the program, such as those that a step closes over.
-        kept: numbers of the arguments' leaves that the program uses, in its own order.
-        unused: (number, bytes) of the leaves that it doesn't use, which its caller holds nonetheless.
-        scratch: what kernels take for themselves on the CPU; None where the program is to run elsewhere.
-    """
+    """A compiled program."""
 
     program: Program
-    argument_bytes: int
+    argument_bytes: int  # those that the program doesn't use included
     output_bytes: int
     temporary_bytes: int
-    alias_bytes: int
-    constant_bytes: int
-    kept: tuple[int, ...]
-    unused: tuple[tuple[int, int], ...]
-    scratch: tuple[Scratch, ...] | None
+    alias_bytes: int  # of results that take the place of donated arguments
+    constant_bytes: int  # part of the program, such as arrays that a step closes over
+    kept: tuple[int, ...]  # numbers of the arguments' leaves that the program uses, in its own order
+    unused: tuple[tuple[int, int], ...]  # (number, bytes) of the others, which the caller holds nonetheless
+    scratch: tuple[Scratch, ...] | None  # what kernels take on the CPU; None where it is to run elsewhere
 
     @property
     def assigned_bytes(self) -> int:
         """All that is taken while the program runs: what XLA lays out, and what kernels take beside it on the CPU."""
         laid_out = self.argument_bytes + self.constant_bytes + self.output_bytes + self.temporary_bytes
         return laid_out - self.alias_bytes + most_bytes(self.scratch or ())
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The least and the greatest peak, each as a multiple of the expected one."""
-        return (1.0, 1.0) if self.scratch is None else spread_of(self.assigned_bytes, self.scratch)
 
     @property
     def num_devices(self) -> int:
@@ -68,14 +52,35 @@ class Compiled:
     def timeline(self, describe: Describe, describe_result: Describe | None = None) -> Timeline:
         """Every buffer of the program.
 
-        Args:
-            describe: takes the number of an argument's leaf (as `jax.tree.leaves(arguments)` counts them, static ones
-                left out), gives (category, dotted path of the module).
-            describe_result: the same for leaves of the result that take no argument's place.
+        `describe` gives (category, dotted path of the module) from the number of an argument's leaf, as
+        `jax.tree.leaves(arguments)` counts them, static ones left out; `describe_result` the same for leaves of the
+        result that take no argument's place.
         """
         kept = self.kept
         made = self.program.timeline(lambda number: describe(kept[number]), describe_result, self.scratch or ())
         return held_before(made, [(size, *describe(number)) for number, size in self.unused if size])
+
+    def trace(
+        self,
+        timeline: Timeline,
+        notes: tuple[Note, ...],
+        batch_bytes: int,
+        sizes: Mapping[Category, int] | None = None,
+        num_parameters: int = 0,
+    ) -> Trace:
+        """A trace of the program, with the bytes of parameters, gradients and so on, where they are known."""
+        sizes = {category: size for category, size in (sizes or {}).items() if size}
+        return Trace(
+            timeline,
+            notes,
+            num_parameters,
+            sizes.get(Category.PARAMETER, 0),
+            batch_bytes,
+            serving=Serving.BEST_FIT,
+            assigned_bytes=self.assigned_bytes,
+            state_bytes=sizes,
+            spread=(1.0, 1.0) if self.scratch is None else spread_of(self.assigned_bytes, self.scratch),
+        )
 
 
 def compile_step(
@@ -103,12 +108,7 @@ def compile_step(
 
 
 def read(lowered: Any, *, as_on_gpu: bool = False) -> Compiled:
-    """Compiles a lowered function and reads its memory.
-
-    Args:
-        lowered: what `jitted.lower(...)` gave.
-        as_on_gpu: see `compile_step`.
-    """
+    """Compiles what `jitted.lower(...)` gave and reads its memory; `as_on_gpu` as for `compile_step`."""
     try:
         compiled = lowered.compile(compiler_options=_KEEP_BARRIERS if as_on_gpu else None)
     except RuntimeError as error:

@@ -9,8 +9,7 @@ Everything is done to the one instance and can be undone: `fit`, `train_on_batch
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -19,102 +18,82 @@ from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply import precision
-from memfit.frameworks.keras.apply.accumulation import splits
-from memfit.frameworks.keras.apply.layer_state import listed, with_random_numbers, with_statistics
-from memfit.frameworks.keras.model import check_model, has_own_step
+from memfit.frameworks.keras.apply.split_step import splits
+from memfit.frameworks.keras.model import check_model, has_own_step, layer_paths
 
 _PLACE = "memfit.frameworks.keras.apply"
 
 
 class FittedModel:
-    """A model as settings say, until `undo`.
+    """A compiled model as settings say, until `undo`.
 
-    Args:
-        settings: how its step is run.
-        model: compiled.
-        approximate: whether micro-batches are allowed where they differ from the plain step by more than rounding and
-            random numbers: layers that keep statistics of batches, and losses that don't add up.
+    With `approximate`, micro-batches are allowed where they differ from the plain step by more than rounding and random
+    numbers: layers that keep statistics of batches, and losses that don't add up.
     """
 
     def __init__(self, settings: Settings, model: Any, approximate: bool = False) -> None:
         if not isinstance(model, keras.Model):
             raise BadModel(f"a compiled keras.Model was expected, but {type(model).__name__} was given.")
         check_model(model, training=True)
-        self._model = model
+        self.model = model
         self._allows = approximate
-        self._undo: list[Callable[[], None]] = []
-        self._settings = Settings()
+        self._undo = ExitStack()
+        self.settings = Settings()
         self.change(settings)
-
-    @property
-    def model(self) -> Any:
-        """The model, which is the one that was given."""
-        return self._model
-
-    @property
-    def settings(self) -> Settings:
-        """How its step is run."""
-        return self._settings
 
     @property
     def approximate(self) -> str:
         """What differs from the plain step by more than rounding, in words; "" if nothing does."""
         texts = []
-        if splits(self._settings):
-            statistics, random = with_statistics(self._model), with_random_numbers(self._model)
+        if splits(self.settings):
+            statistics, random = with_statistics(self.model), with_random_numbers(self.model)
             if statistics:
-                texts.append(f"{listed(statistics)} use the statistics of each micro-batch")
+                texts.append(f"{in_words(statistics)} use the statistics of each micro-batch")
             if random:
-                texts.append(f"{listed(random)} draw other random numbers than for the whole batch")
-        for name in _moves(self._settings):
-            difference = getattr(importlib.import_module(f"{_PLACE}.{name}"), "difference", None)
-            text = difference(self._settings) if difference is not None else ""
-            if text:
-                texts.append(text)
-        return "; ".join(texts)
+                texts.append(f"{in_words(random)} draw other random numbers than for the whole batch")
+        for name in _moves(self.settings):
+            move = importlib.import_module(f"{_PLACE}.{name}")
+            texts.append(move.difference(self.settings) if hasattr(move, "difference") else "")
+        return "; ".join(filter(None, texts))
 
     def change(self, settings: Settings) -> None:
         """Runs the step by other settings. If they can't be met, the model is as it was before any."""
         self.undo()
-        try:
-            self._apply(settings)
-        except BaseException:
-            self.undo()
-            raise
-        self._settings = settings
+        with ExitStack() as undo:
+            self._apply(settings, undo)
+            self._undo = undo.pop_all()
+        self.settings = settings
 
     def undo(self) -> None:
         """Leaves the model as it was given; weights and the optimizer's state are kept."""
-        changed = bool(self._undo)
-        while self._undo:
-            self._undo.pop()()
-        self._settings = Settings()
-        if changed:
-            self._model.train_function = None
+        self._undo.close()
+        self.settings = Settings()
 
     def __enter__(self) -> "FittedModel":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
-    def _apply(self, settings: Settings) -> None:
-        model = self._model
+    def _apply(self, settings: Settings, undo: ExitStack) -> None:
+        model, moves = self.model, _moves(settings)
         if splits(settings):
             check_split(model, approximate=self._allows)
-        if settings.jit_compile is not None and settings.jit_compile != model.jit_compile:
+        is_compiled_otherwise = settings.jit_compile is not None and settings.jit_compile != model.jit_compile
+        if moves or splits(settings) or is_compiled_otherwise:
+            # Keras traces or compiles the step anew, then and when all is undone.
+            undo.callback(setattr, model, "train_function", None)
+            model.train_function = None
+        if is_compiled_otherwise:
             if settings.jit_compile and model.run_eagerly:
                 raise BadInput(
                     "jit_compile=True was asked for, but the model was compiled with run_eagerly=True. "
                     "Compile it without run_eagerly."
                 )
-            before = model.jit_compile
-            self._undo.append(lambda: setattr(model, "jit_compile", before))
+            undo.callback(setattr, model, "jit_compile", model.jit_compile)
             model.jit_compile = settings.jit_compile
-        for name in _moves(settings):
-            self._undo.append(importlib.import_module(f"{_PLACE}.{name}").apply(settings, model))
+        for name in moves:
+            undo.callback(importlib.import_module(f"{_PLACE}.{name}").apply(settings, model))
         if splits(settings):
             steps = importlib.import_module(f"{_PLACE}.{keras.backend.backend()}_steps")
             split = steps.Step(settings, model, model.train_step, self._allows)
@@ -126,10 +105,8 @@ class FittedModel:
                     _check_statistics(model)
                 return split(*arguments)
 
-            self._undo.append(lambda: model.__dict__.pop("train_step", None))
+            undo.callback(model.__dict__.pop, "train_step", None)
             model.train_step = train_step
-        if self._undo:
-            model.train_function = None
 
 
 def check_split(model: Any, *, approximate: bool) -> None:
@@ -154,29 +131,73 @@ def _check_statistics(model: Any) -> None:
         keeps = "keeps" if len(statistics) == 1 else "keep"
         raise BadModel(
             f"the model {model.name!r} can't be split into micro-batches without changing what it learns: "
-            f"{listed(statistics)} {keeps} statistics of each batch. Freeze or replace such layers, leave "
+            f"{in_words(statistics)} {keeps} statistics of each batch. Freeze or replace such layers, leave "
             "micro-batches out, or allow what is approximate (approximate=True)."
         )
 
 
 def _moves(settings: Settings) -> list[str]:
     """Modules that put the other settings into practice, in the order in which they are applied."""
-    asked = {
-        "low_rank": bool(settings.lora_rank or settings.quantized_base),
-        "precision": settings.precision is not None,
-        "recomputation": bool(settings.checkpoint),
-    }
-    return [name for name, is_asked in asked.items() if is_asked]
+    is_adapted = settings.lora_rank or settings.quantized_base
+    asked = {"low_rank": is_adapted, "precision": settings.precision, "recomputation": settings.checkpoint}
+    return [name for name, value in asked.items() if value]
 
 
 @contextmanager
 def applied(model: Any, settings: Settings | None, *, training: bool) -> Iterator[None]:
     """Runs the model as settings say while it lasts, whether or not its numbers stay what they are."""
-    if settings is None:
+    with ExitStack() as stack:
+        if settings is not None and training:
+            stack.callback(FittedModel(settings, model, approximate=True).undo)
+        elif settings is not None:
+            stack.callback(precision.apply(settings, model))
         yield
-        return
-    undo = FittedModel(settings, model, approximate=True).undo if training else precision.apply(settings, model)
-    try:
-        yield
-    finally:
-        undo()
+
+
+_SHOWN = 3
+
+
+def with_statistics(model: Any) -> list[str]:
+    """Paths of the layers that change variables of their own as they are called in training.
+
+    Statistics of the parts of a batch aren't those of the batch, which changes what is trained; other random numbers
+    from the same distribution don't.
+    """
+
+    def changes(layer: Any) -> bool:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            # A frozen one uses its moving statistics, and leaves them.
+            return bool(layer.trainable)
+        if isinstance(layer, keras.layers.RNN):
+            return bool(layer.stateful)
+        if isinstance(layer, keras.layers.Normalization):
+            return False
+        trained, others, seeds = internals.own_variables(layer)
+        known = {id(variable) for variable in (*trained, *seeds)}
+        return any(id(variable) not in known for variable in others)
+
+    return _paths(model, changes)
+
+
+def with_random_numbers(model: Any) -> list[str]:
+    """Paths of the layers that draw random numbers in training."""
+
+    def draws(layer: Any) -> bool:
+        # Layers of Keras make their generator whether or not they will use it.
+        rates = [getattr(layer, name, None) for name in ("rate", "dropout", "recurrent_dropout")]
+        numbers = [rate for rate in rates if isinstance(rate, int | float)]
+        return bool(internals.own_variables(layer)[2]) and (not numbers or any(numbers))
+
+    return _paths(model, draws)
+
+
+def _paths(model: Any, is_meant: Callable[[Any], bool]) -> list[str]:
+    paths = layer_paths(model)
+    return [paths.get(id(layer), layer.name) for layer in internals.layers_of(model) if is_meant(layer)]
+
+
+def in_words(paths: list[str]) -> str:
+    """Some paths in words."""
+    left = len(paths) - _SHOWN
+    shown = ", ".join(repr(path) for path in paths[:_SHOWN])
+    return f"{shown} and {left} more" if left > 0 else shown

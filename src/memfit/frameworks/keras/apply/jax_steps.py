@@ -10,9 +10,8 @@ from jax import numpy as jnp
 
 from memfit.core.errors import BadModel
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.accumulation import part_size
-from memfit.frameworks.keras.apply.split_step import SplitStep
-from memfit.frameworks.keras.apply.weights import NeedsWeights, Part
+from memfit.frameworks.keras.apply.split_step import SplitStep, part_size
+from memfit.frameworks.keras.apply.weights import Part
 
 _Carry = tuple[Any, Any, Any, Any, Any]
 """Gradients, other variables, metrics' variables, the loss so far, and the losses of outputs so far."""
@@ -37,13 +36,8 @@ class Step(SplitStep):
         if num_samples is None or num_samples <= size:
             return self.plain(state, data)
         arrays = jax.tree.map(jnp.asarray, tuple(opened))
-        try:
-            weights = self._counted(state, arrays, num_samples, size) if self.is_counted else None
-            return self._train(state, arrays, num_samples, size, weights)
-        except NeedsWeights:
-            self.is_counted = True
-            weights = self._counted(state, arrays, num_samples, size)
-            return self._train(state, arrays, num_samples, size, weights)
+        given = state, arrays, num_samples, size
+        return self.weighed(lambda: self._counted(*given), lambda weights: self._train(*given, weights))
 
     def _train(self, state: Any, data: Any, num_samples: int, size: int, weights: Any) -> Any:
         trainable, others, optimizer, metrics = state

@@ -9,7 +9,7 @@ state.
 """
 
 import tempfile
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -18,9 +18,7 @@ import numpy as np
 from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.precision import output_layers
-
-Undo = Callable[[], None]
+from memfit.frameworks.keras.apply.precision import Undo, output_layers, replace_optimizer
 
 _LISTS = ("_trainable_variables", "_non_trainable_variables", "_layers", "_seed_generators")
 
@@ -30,10 +28,6 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
 
     Every layer for which Keras has adapters gets one, except those that make the model's outputs. Only adapters are
     trained.
-
-    Args:
-        settings: a `lora_rank` of 0 changes nothing.
-        model: built and compiled.
     """
     rank = settings.lora_rank
     if rank < 0:
@@ -49,33 +43,19 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
             f"{model.name!r} has no layers that Keras has adapters for besides those that make its outputs. "
             "Leave this move out."
         )
-    optimizer = model.optimizer if model.compiled else None
     frozen = [variable for variable in model.trainable_variables if variable.trainable]
-
-    def thaw() -> None:
-        for variable in frozen:
-            variable.trainable = True
-
-    undo: list[Undo] = [thaw]
-    try:
+    with ExitStack() as undo:
         for variable in frozen:
             variable.trainable = False
+            undo.callback(setattr, variable, "trainable", True)
         for layer in layers:
-            undo.append(_adapted(layer, rank, quantized=settings.quantized_base))
-    except BaseException:
-        _undo_all(undo)
-        raise
-    if optimizer is not None:
-        model.optimizer = type(optimizer).from_config(optimizer.get_config())
-    used = model.optimizer if optimizer is not None else None
-    internals.forget_functions(model)
+            undo.callback(_adapted(layer, rank, quantized=settings.quantized_base))
+        done = undo.pop_all()
+    bring_back = replace_optimizer(model, lambda optimizer: type(optimizer).from_config(optimizer.get_config()))
 
     def undo_everything() -> None:
-        _undo_all(undo)
-        # Another call of compile may have brought another one.
-        if optimizer is not None and model.optimizer is used:
-            model.optimizer = optimizer
-        internals.forget_functions(model)
+        done.close()
+        bring_back()
 
     return undo_everything
 
@@ -89,11 +69,6 @@ def difference(settings: Settings) -> str:
         f"only adapters of rank {settings.lora_rank} are trained{base}, and the optimizer starts anew, since it has "
         "other variables"
     )
-
-
-def _undo_all(actions: list[Undo]) -> None:
-    while actions:
-        actions.pop()()
 
 
 def _is_adaptable(layer: Any) -> bool:

@@ -23,12 +23,7 @@ _OUTPUT_ACTIVATIONS = ("softmax", "sigmoid", "log_softmax")
 
 
 def apply(settings: Settings, model: keras.Model) -> Undo:
-    """Has the model compute in `settings.precision`, with variables in float32; returns what undoes it.
-
-    Args:
-        settings: whose `precision` is "amp-bf16", "amp-fp16" or None, which changes nothing.
-        model: built; its layers compute in float32.
-    """
+    """Has a built float32 model compute in `settings.precision`, variables in float32; returns what undoes it."""
     if settings.precision is None:
         return lambda: None
     policy = _policy(settings.precision)
@@ -44,17 +39,27 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
     kept = {id(layer) for layer in layers if layer.activity_regularizer is not None}
     kept |= {id(layer) for layer in output_layers(model)}
     before = [(layer, layer.dtype_policy) for layer in layers if id(layer) not in kept]
-    optimizer = model.optimizer if model.compiled else None
     for layer, _ in before:
         layer.dtype_policy = policy
-    if policy == "mixed_float16" and optimizer is not None:
-        model.optimizer = _scaled(optimizer)
-    used = model.optimizer if optimizer is not None else None
-    internals.forget_functions(model)
+    bring_back = replace_optimizer(model, _scaled if policy == "mixed_float16" else lambda optimizer: optimizer)
 
     def undo() -> None:
         for layer, plain in before:
             layer.dtype_policy = plain
+        bring_back()
+
+    return undo
+
+
+def replace_optimizer(model: keras.Model, make: Callable[[Any], Any]) -> Undo:
+    """Gives a compiled model what `make` makes of its optimizer; returns what brings its own back."""
+    optimizer = model.optimizer if model.compiled else None
+    if optimizer is not None:
+        model.optimizer = make(optimizer)
+    used = model.optimizer if optimizer is not None else None
+    internals.forget_functions(model)
+
+    def undo() -> None:
         # Another call of compile may have brought another one.
         if optimizer is not None and model.optimizer is used:
             model.optimizer = optimizer
@@ -104,10 +109,8 @@ def _is_plain(layer: Any) -> bool:
 
 def _scaled(optimizer: Any) -> Any:
     """The optimizer, with its state, behind one that scales the loss."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer
-    if optimizer.loss_scale_factor is not None:
-        # It scales the loss by itself, by a factor of the user's own.
+    # One may scale the loss by itself, by a factor of the user's own.
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
         return optimizer
     scaled = keras.optimizers.LossScaleOptimizer(optimizer, name=f"scaled_{optimizer.name}")
     if optimizer.built:

@@ -19,9 +19,7 @@ import tensorflow as tf
 
 from memfit.core.errors import BadModel
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.accumulation import leaves, part_size
-from memfit.frameworks.keras.apply.split_step import SplitStep
-from memfit.frameworks.keras.apply.weights import NeedsWeights, Part
+from memfit.frameworks.keras.apply.split_step import SplitStep, leaves, part_size
 
 
 class _FoundRows(Exception):
@@ -63,14 +61,15 @@ class Step(SplitStep):
 
     def _all_gradients(self, data: Any, num_samples: Any, size: Any) -> tuple[Any, Any, list[Any], Any]:
         """As `_gradients`, which only knows what it must prepare for once its loop has been written down."""
+        given = data, num_samples, size
         try:
-            weights = self._counted(data, num_samples, size) if self.is_counted else None
-            return self._gradients(data, num_samples, size, weights)
-        except NeedsWeights:
-            self.is_counted = True
+            gradients: tuple[Any, Any, list[Any], Any] = self.weighed(
+                lambda: self._counted(*given), lambda weights: self._gradients(*given, weights)
+            )
+            return gradients
         except _FoundRows as found:
             self._rows_at = self._rows_at | found.places
-        return self._all_gradients(data, num_samples, size)
+        return self._all_gradients(*given)
 
     def _build(self, data: Any) -> None:
         """Makes variables of layers, metrics and losses, which the plain step makes on its way, before the loop."""
@@ -118,17 +117,10 @@ class Step(SplitStep):
     def _part(
         self, variables: Sequence[Any], data: Any, length: Any, num_samples: Any, weights: Any
     ) -> tuple[Any, list[Any], list[Any], Any]:
-        model = self.model
         with tf.GradientTape() as tape:
-            y_pred = self.call(data[0])
-            losses = [] if self.has_own_loss else model.losses
-            self.prepare(data, losses)
-            found = self.share(Part(length, num_samples, weights), data, y_pred, losses)
-            total = found.total
-            if model.optimizer is not None:
-                total = model.optimizer.scale_loss(total)
+            found, total, y_pred = self.part_loss(data, length, num_samples, weights)
         gradients = tape.gradient(total, variables)
-        logs = model.compute_metrics(data[0], data[1], y_pred, sample_weight=data[2])
+        logs = self.model.compute_metrics(data[0], data[1], y_pred, sample_weight=data[2])
         return found.total, found.values, gradients, logs
 
     def numbers_of(self, variables: Sequence[Any]) -> list[Any]:

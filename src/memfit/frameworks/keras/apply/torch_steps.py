@@ -8,9 +8,7 @@ import keras
 import torch
 
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.accumulation import leaves, part_size
-from memfit.frameworks.keras.apply.split_step import SplitStep
-from memfit.frameworks.keras.apply.weights import NeedsWeights, Part
+from memfit.frameworks.keras.apply.split_step import SplitStep, leaves, part_size
 
 
 class Step(SplitStep):
@@ -29,13 +27,9 @@ class Step(SplitStep):
             for at in range(0, num_samples, size)
         ]
         self.model.zero_grad()
-        try:
-            weights = self._counted(parts) if self.is_counted else None
-            share, values, last = self._backward(parts, weights, num_samples)
-        except NeedsWeights:
-            # Raised by the first part, before anything was added up.
-            self.is_counted = True
-            share, values, last = self._backward(parts, self._counted(parts), num_samples)
+        share, values, last = self.weighed(
+            lambda: self._counted(parts), lambda weights: self._backward(parts, weights, num_samples)
+        )
         trainable = self.model.trainable_weights[:]
         with torch.no_grad():
             self.model.optimizer.apply([variable.value.grad for variable in trainable], trainable)
@@ -47,14 +41,7 @@ class Step(SplitStep):
         values: list[Any] = []
         last = None
         for data in parts:
-            y_pred = self.call(data[0])
-            losses = [] if self.has_own_loss else self.model.losses
-            self.prepare(data, losses)
-            length = int(leaves(data)[0].shape[0])
-            found = self.share(Part(length, num_samples, weights), data, y_pred, losses)
-            total = found.total
-            if self.model.optimizer is not None:
-                total = self.model.optimizer.scale_loss(total)
+            found, total, y_pred = self.part_loss(data, int(leaves(data)[0].shape[0]), num_samples, weights)
             _collect()
             total.backward()
             with torch.no_grad():
@@ -64,7 +51,7 @@ class Step(SplitStep):
                 y_pred = keras.tree.map_structure(_detached, y_pred)
                 last = self.model.compute_metrics(data[0], data[1], y_pred, sample_weight=data[2])
             # The next part's forward pass begins with nothing of this one.
-            del y_pred, losses, found, total
+            del y_pred, found, total
             _collect()
         return share, values, last
 

@@ -9,16 +9,165 @@ layers that are made of layers are the units, such as the blocks of a transforme
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
 from memfit.core.errors import BadModel
+from memfit.core.step_facts import Part
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.workload import Call, recorded
 from memfit.frameworks.keras.batch import item_bytes
 from memfit.frameworks.keras.model import layer_paths
+
+# Two, so that no dimension of 1 is taken for something else.
+_BATCH = 2
+_VIEWS = (keras.layers.Reshape, keras.layers.Flatten, keras.layers.InputLayer)
+# The backward pass of these needs their result alone.
+_BY_RESULT = ("linear", "relu", "relu6", "sigmoid", "tanh", "softmax")
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a layer, or of a model."""
+
+    layer: Any
+    inputs: list[tuple[int, ...]] = field(default_factory=list)
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
+    made_bytes: int = 0  # per sample, of what it returned
+    inner_bytes: int = 0  # per sample, of what it keeps beside inputs and outputs
+    flops: int = 0  # per sample, of the forward pass; 0 where unknown
+    calls: "list[Call]" = field(default_factory=list)
+
+
+def recorded(model: keras.Model, inputs: Any) -> Call | None:
+    """The call of the whole model on a batch of these inputs; None where Keras can't follow it without running it.
+
+    The model is called on symbolic tensors, as Keras does to learn shapes, while every call of a layer is noted down.
+    What a layer keeps inside is counted for the kinds whose inner tensors are large (attention, recurrent layers,
+    activations); a layer of others keeps what these make. The numbers compare parts of a model with each other; what a
+    step really takes is for the estimate to say.
+    """
+
+    def symbol(value: Any) -> Any:
+        if value is None:
+            return None
+        sizes = (1 if length is None else int(length) for length in tuple(value.shape)[1:])
+        return keras.KerasTensor((_BATCH, *sizes), dtype=str(keras.backend.standardize_dtype(value.dtype)))
+
+    symbolic = keras.tree.map_structure(symbol, inputs)
+    top = Call(model)
+    with _noting(top):
+        try:
+            internals.compute_output_spec(model, symbolic)
+        except Exception:
+            # Layers of users may do what has no symbols; the plain step shows whatever is really wrong.
+            return None
+    return top.calls[0] if top.calls else None
+
+
+@contextmanager
+def _noting(top: Call) -> Iterator[None]:
+    """Notes down the calls of layers while it lasts."""
+    plain = keras.layers.Layer.__call__
+    stack = [top]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        one = Call(self)
+        stack.append(one)
+        try:
+            outputs = plain(self, *args, **kwargs)
+        finally:
+            stack.pop()
+        _fill(one, (args, kwargs), outputs)
+        stack[-1].calls.append(one)
+        return outputs
+
+    keras.layers.Layer.__call__ = call
+    try:
+        yield
+    finally:
+        keras.layers.Layer.__call__ = plain
+
+
+def _fill(one: Call, inputs: Any, outputs: Any) -> None:
+    tensors = [value for value in keras.tree.flatten(outputs) if hasattr(value, "shape") and hasattr(value, "dtype")]
+    one.inputs, one.outputs = (
+        [tuple(1 if length is None else int(length) for length in value.shape) for value in given]
+        for given in ((value for value in keras.tree.flatten(inputs) if hasattr(value, "shape")), tensors)
+    )
+    widths = [item_bytes(str(keras.backend.standardize_dtype(value.dtype))) for value in tensors]
+    if not isinstance(one.layer, _VIEWS):
+        sizes = zip(one.outputs, widths, strict=True)
+        one.made_bytes = sum(math.prod(shape) * width for shape, width in sizes) // _BATCH
+    width = widths[0] if widths else 4
+    elements, operations = _own_work(one)
+    if elements is None:
+        one.inner_bytes = sum(part.made_bytes + part.inner_bytes for part in one.calls)
+        one.flops = sum(part.flops for part in one.calls)
+    else:
+        one.inner_bytes, one.flops = elements * width // _BATCH, operations // _BATCH
+        one.calls = []
+
+
+def _own_work(one: Call) -> tuple[int | None, int]:
+    """(elements that a layer of a known kind keeps inside, operations), of the whole batch; None for other kinds."""
+    layer, layers = one.layer, keras.layers
+    if not one.inputs or not one.outputs:
+        return None, 0
+    given, made = math.prod(one.inputs[0]), math.prod(one.outputs[0])
+    if isinstance(layer, layers.MultiHeadAttention | layers.GroupQueryAttention):
+        return _attention(one)
+    if isinstance(layer, layers.RNN):
+        return _recurrent(one)
+    kernel = getattr(layer, "kernel", None)
+    if isinstance(layer, layers.EinsumDense):
+        # Terms of each sum: the sizes of the kernel's letters that the result lacks.
+        sides, _, result = layer.equation.replace("...", "").partition("->")
+        sizes = zip(sides.split(",")[1], layer.kernel.shape, strict=False)
+        return _activation(layer, made), 2 * made * math.prod(size for letter, size in sizes if letter not in result)
+    if isinstance(layer, layers.Dense):
+        return _activation(layer, made), 2 * made * one.inputs[0][-1]
+    if kernel is None:
+        return (None, 0) if one.calls else (_activation(layer, made) if hasattr(layer, "activation") else 0, 0)
+    window = math.prod(kernel.shape[:-2])
+    if "Transpose" in type(layer).__name__:
+        return _activation(layer, made), 2 * given * window * kernel.shape[-2]
+    if "Depthwise" in type(layer).__name__:
+        return _activation(layer, made), 2 * made * window
+    if "Conv" in type(layer).__name__:
+        return _activation(layer, made), 2 * made * window * kernel.shape[-2]
+    return (None, 0) if one.calls else (0, 0)
+
+
+def _activation(layer: Any, made: int) -> int:
+    """What an activation function inside of a layer keeps beside its result."""
+    name = getattr(getattr(layer, "activation", None), "__name__", "linear")
+    return 0 if name in _BY_RESULT else made
+
+
+def _attention(one: Call) -> tuple[int, int]:
+    """Query, key, value and context, and twice the scores: before and after the softmax."""
+    layer = one.layer
+    query, key = one.inputs[0], one.inputs[min(1, len(one.inputs) - 1)]
+    heads = int(getattr(layer, "num_heads", 0) or getattr(layer, "num_query_heads", 1))
+    width = int(getattr(layer, "key_dim", 0) or getattr(layer, "head_dim", 1))
+    here, there = math.prod(query[:-1]), math.prod(key[:-1])
+    scores = heads * here * (there // query[0])
+    projected = heads * width * (2 * here + 2 * there)
+    operations = 2 * projected * query[-1] + 4 * scores * width
+    return projected + 2 * scores, operations
+
+
+def _recurrent(one: Call) -> tuple[int, int]:
+    """The gates of every step before and after their functions, and the states."""
+    layer, given = one.layer, one.inputs[0]
+    units = int(getattr(layer, "units", 0) or getattr(getattr(layer, "cell", None), "units", 0) or 0)
+    gates = {"LSTM": 4, "GRU": 3}.get(type(layer).__name__, 1)
+    steps = given[0] * given[1]
+    return steps * units * (2 * gates + 2), 2 * steps * gates * units * (given[-1] + units)
+
 
 # A tensor that waits for longer than this many calls, and than this part of all calls, is a skip.
 _SKIP_CALLS, _SKIP_SHARE = 20, 0.25
@@ -32,95 +181,47 @@ _LARGE_SHARE = 0.6
 _LEAST_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A part of a model that can be computed again as one.
+def units(model: keras.Model, inputs: Any = None) -> tuple[Part, ...]:
+    """What can be recomputed, in the order of execution; no two overlap. Their work is in floating-point operations.
 
-    Args:
-        path: as in `Settings.checkpoint`: the dotted path of a layer, or "first:last", a run of layers of a Functional
-            or Sequential model in the order of execution; both ends have full paths.
-        kept_bytes_per_sample: what the plain step keeps inside of it for the backward pass.
-        boundary_bytes_per_sample: what it takes as input, which stays kept.
-        num_parameters: of the layers in it.
-        flops_per_sample: of its forward pass; 0 where unknown.
+    Subclassed models and unknown sizes need a batch of inputs: arrays, or anything with `shape` and `dtype`.
     """
-
-    path: str
-    kept_bytes_per_sample: int
-    boundary_bytes_per_sample: int
-    num_parameters: int
-    flops_per_sample: int
-
-
-def units(model: keras.Model, inputs: Any = None) -> tuple[Unit, ...]:
-    """What can be recomputed, in the order of execution; no two overlap.
-
-    Args:
-        model: built.
-        inputs: a batch of inputs (arrays, or anything with `shape` and `dtype`), for subclassed models and unknown
-            sizes; by default what the model was built for.
-    """
-    if inputs is None:
-        inputs = _declared_inputs(model)
-    call = recorded(model, inputs)
-    if call is None and internals.graph_of(model) is None:
+    graph = internals.graph_of(model)
+    if inputs is None and graph is None:
+        raise BadModel(
+            f"the model {model.name!r} doesn't say what it takes, since it is no Functional or Sequential model. "
+            "Give a batch of its inputs."
+        )
+    call = recorded(model, internals.structure_of(graph)[0] if inputs is None else inputs)
+    if call is None and graph is None:
         raise BadModel(
             f"the parts of {model.name!r} can't be found: Keras can't follow the model without running it. "
             "Name layers to recompute yourself, or leave recomputation out."
         )
-    return tuple(unit for unit in _Finder(model, call).inside(model, call) if unit.kept_bytes_per_sample > 0)
-
-
-def _declared_inputs(model: keras.Model) -> Any:
-    graph = internals.graph_of(model)
-    if graph is not None:
-        return internals.structure_of(graph)[0]
-    raise BadModel(
-        f"the model {model.name!r} doesn't say what it takes, since it is no Functional or Sequential model. "
-        "Give a batch of its inputs."
-    )
+    return tuple(unit for unit in _Finder(model, call).inside(model, call) if unit.kept_bytes > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One call of a graph.
-
-    Args:
-        node: Keras's.
-        call: what was noted down of it; None for operations that aren't layers.
-        made_bytes: per sample, of what it returns.
-    """
+    """One call of a graph."""
 
     node: Any
-    call: Call | None
-    made_bytes: int
-
-    @property
-    def inner_bytes(self) -> int:
-        """What it keeps beside inputs and outputs."""
-        return 0 if self.call is None else self.call.inner_bytes
-
-    @property
-    def flops(self) -> int:
-        """Of its forward pass."""
-        return 0 if self.call is None else self.call.flops
+    call: Call | None  # what was noted down of it; None for operations that aren't layers
+    made_bytes: int  # per sample, of what it returns
+    inner_bytes: int  # per sample, of what it keeps beside inputs and outputs
+    flops: int  # per sample, of its forward pass
 
 
 class _Finder:
-    """Finds the units of one model.
-
-    Args:
-        model: whole.
-        call: what was noted down of it.
-    """
+    """Finds the units of one model."""
 
     def __init__(self, model: keras.Model, call: Call | None) -> None:
         self._paths = layer_paths(model)
-        self._total = 0 if call is None else call.inner_bytes
+        self._large_bytes = 0 if call is None else _LARGE_SHARE * call.inner_bytes
+        # Layers that are part of a unit: a second call of a shared layer belongs to no other one.
         self._used: set[int] = set()
-        """Layers that are part of a unit: a second call of a shared layer belongs to no other one."""
 
-    def inside(self, layer: Any, call: Call | None) -> Iterator[Unit]:
+    def inside(self, layer: Any, call: Call | None) -> Iterator[Part]:
         """The units inside of a layer."""
         graph = internals.graph_of(layer)
         if graph is not None:
@@ -132,11 +233,11 @@ class _Finder:
             for part in call.calls:
                 yield from self._of_call(part)
 
-    def _of_call(self, call: Call) -> Iterator[Unit]:
+    def _of_call(self, call: Call) -> Iterator[Part]:
         """A layer that is called by one that isn't a graph: as one, or what is inside."""
         if id(call.layer) in self._used or id(call.layer) not in self._paths or not call.inner_bytes:
             return
-        if self._is_large(call) and (call.calls or internals.graph_of(call.layer) is not None):
+        if call.inner_bytes > self._large_bytes and (call.calls or internals.graph_of(call.layer) is not None):
             found = list(self.inside(call.layer, call))
             if len(found) > 1:
                 yield from found
@@ -145,12 +246,9 @@ class _Finder:
         width = item_bytes(str(getattr(call.layer, "compute_dtype", None) or "float32"))
         taken = sum(math.prod(shape[1:]) for shape in call.inputs) * width
         if call.inner_bytes >= _LEAST_SHARE * taken:
-            yield Unit(self._paths[id(call.layer)], call.inner_bytes, taken, call.layer.count_params(), call.flops)
+            yield Part(self._paths[id(call.layer)], call.inner_bytes, call.flops)
 
-    def _is_large(self, call: Call) -> bool:
-        return call.inner_bytes > _LARGE_SHARE * self._total
-
-    def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[Unit]:
+    def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[Part]:
         """The unit that calls from `start` to `end` make; none where it would save little."""
         # Embeddings keep little: what they give on is kept anyway, and their table is a weight.
         embeddings = [i for i in range(start, end) if isinstance(steps[i].node.operation, keras.layers.Embedding)]
@@ -159,8 +257,8 @@ class _Finder:
             return
         run = steps[start:end]
         only = run[0].call if len(run) == 1 and run[0].inner_bytes else None
-        if only is not None and self._is_large(only):
-            found = list(self.inside(run[0].node.operation, only)) if only.calls else []
+        if only is not None and only.calls and only.inner_bytes > self._large_bytes:
+            found = list(self.inside(run[0].node.operation, only))
             if len(found) > 1:
                 yield from found
                 return
@@ -181,8 +279,7 @@ class _Finder:
                 # A run that begins or ends with a further call of a shared layer has no name.
                 return
             path = ":".join(f"{prefix}.{name}".lstrip(".") for name in ends)
-        parameters = sum(layer.count_params() for layer in layers)
-        yield Unit(path, kept, taken, parameters, sum(step.flops for step in run))
+        yield Part(path, kept, sum(step.flops for step in run))
 
 
 def _steps(graph: Any, call: Call | None) -> list[_Step]:
@@ -195,7 +292,8 @@ def _steps(graph: Any, call: Call | None) -> list[_Step]:
         calls = noted.get(id(node.operation), [])
         one = calls.pop(0) if calls else None
         made = sum(_symbol_bytes(symbol) for symbol in node.outputs) if one is None else one.made_bytes
-        steps.append(_Step(node, one, made))
+        inner, flops = (0, 0) if one is None else (one.inner_bytes, one.flops)
+        steps.append(_Step(node, one, made, inner, flops))
     return steps
 
 
@@ -235,7 +333,7 @@ def _cuts(steps: list[_Step], graph: Any) -> list[int]:
         if len(short) <= 1:
             narrow.append((index + 1, sum(short)))
     ends = _chosen(narrow, steps)
-    return [*ends, len(steps)] if not ends or ends[-1] != len(steps) else ends
+    return ends if ends[-1:] == [len(steps)] else [*ends, len(steps)]
 
 
 def _chosen(narrow: list[tuple[int, int]], steps: list[_Step]) -> list[int]:
@@ -248,15 +346,10 @@ def _chosen(narrow: list[tuple[int, int]], steps: list[_Step]) -> list[int]:
         ends_chain = after[0] != place + 1
         # The last of equally narrow places: what follows is wider.
         is_narrow = ends_chain or (_WIDENS * size < after[1] and (before[0] != place - 1 or size <= before[1]))
-        heavy = _is_heavy(steps[place - 1]) or (place < len(steps) and _is_heavy(steps[place]))
+        # Next to a call that is worth recomputing by itself.
+        is_heavy = any(step.inner_bytes > 2 * step.made_bytes > 0 for step in steps[place - 1 : place + 1])
         chain = 1 + chain if before[0] == place - 1 else 1
-        is_long = chain >= _CHAIN_CALLS
-        if is_narrow or heavy or is_long:
+        if is_narrow or is_heavy or chain >= _CHAIN_CALLS:
             chosen.append(place)
             chain = 0
     return chosen
-
-
-def _is_heavy(step: _Step) -> bool:
-    """Whether a call is worth recomputing by itself."""
-    return step.inner_bytes > 2 * step.made_bytes > 0

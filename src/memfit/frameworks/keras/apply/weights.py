@@ -10,13 +10,14 @@ How many elements the batch has follows from a part. How many aren't masked does
 `NeedsWeights` is raised where that must be counted first, in a pass without gradients.
 
 A loss that returns a single number has divided by itself: whether that number adds up as a mean over samples or as a
-sum is found out on numbers of our own (`probing`). What does neither is refused.
+sum is found out on numbers of our own (`split_step`). What does neither is refused.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any
 
 from keras import ops
@@ -45,20 +46,12 @@ class NeedsWeights(Exception):
 
 @dataclass(slots=True)
 class Part:
-    """A part of a batch, as its losses see it.
-
-    Args:
-        num_samples: of the part.
-        num_total: samples of the batch.
-        weights: for each loss, what it divides by, where that must be counted; None if nothing was counted.
-        counting: whether this is the pass that counts.
-        counted: what was counted.
-    """
+    """A part of a batch, as its losses see it."""
 
     num_samples: Any
     num_total: Any
-    weights: Sequence[Any] | None = None
-    counting: bool = False
+    weights: Sequence[Any] | None = None  # what each loss divides by, where that must be counted
+    counting: bool = False  # this is the pass that counts
     counted: list[Any] = field(default_factory=list)
 
     def ratio(self, dtype: Any) -> Any:
@@ -68,34 +61,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a part adds to the loss of the batch.
-
-    Args:
-        total: to the loss.
-        values: to the losses of single outputs that Keras keeps a metric of.
-    """
+    """What a part adds to the loss of the batch."""
 
     total: Any
-    values: list[Any]
-
-
-class _Recorder:
-    """Stands where Keras updates the metric of an output's loss."""
-
-    def __init__(self, values: list[Any]) -> None:
-        self._values = values
-
-    def update_state(self, value: Any, sample_weight: Any = None) -> None:
-        self._values.append(value)
+    values: list[Any]  # of single outputs that Keras keeps a metric of
 
 
 class BatchLoss:
-    """The loss that a model was compiled with, in shares.
-
-    Args:
-        model: compiled; its loss may still be unbuilt.
-        find_kind: finds out how a loss that isn't Keras's own counts: (loss, y, y_pred, sample_weight) -> Kind.
-    """
+    """The loss that a model was compiled with, in shares; `find_kind` tells how one that isn't Keras's counts."""
 
     def __init__(self, model: Any, find_kind: Callable[[Any, Any, Any, Any], Kind]) -> None:
         self._model = model
@@ -120,15 +93,7 @@ class BatchLoss:
         return part.counted
 
     def share(self, part: Part, y: Any, y_pred: Any, sample_weight: Any, others: Sequence[tuple[Any, Kind]]) -> Share:
-        """The share of a part.
-
-        Args:
-            part: its size, and what was counted.
-            y: targets of the part.
-            y_pred: predictions for it.
-            sample_weight: weights of its samples, or None.
-            others: losses that layers added, and regularizers.
-        """
+        """The share of a part; `others` are losses that layers added, and regularizers."""
         values: list[Any] = []
         terms = []
         if internals.compiled_loss(self._model) is not None:
@@ -149,7 +114,9 @@ class BatchLoss:
         compiled = internals.compiled_loss(self._model)
         losses = enumerate(internals.losses_of(self._model))
         shares = [_PartLoss(loss, index, part, self._kind_of) for index, loss in losses]
-        recorders = [_Recorder(values) for _ in compiled.metrics]
+        # Stands where Keras updates the metric of an output's loss.
+        recorder = SimpleNamespace(update_state=lambda value, sample_weight=None: values.append(value))
+        recorders = [recorder for _ in compiled.metrics]
         return internals.with_losses(compiled, shares, recorders)(y, y_pred, sample_weight)
 
     def _kind_of(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Kind:
@@ -189,22 +156,24 @@ class _PartLoss:
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if self._part.counting:
-            count = self._count(y, y_pred, sample_weight)
+            count = _count(self._loss, y, y_pred, sample_weight)
             self._part.counted.append(ops.cast(count, self._loss.dtype))
             return ops.zeros((), self._loss.dtype)
         kind = self._kind_of(self._loss, y, y_pred, sample_weight)
         return share_of(self._loss, self._part, self._index, kind, y, y_pred, sample_weight)
 
-    def _count(self, y: Any, y_pred: Any, sample_weight: Any) -> Any:
-        _, values, mask = _summed(self._loss, y, y_pred, sample_weight)
-        reduction = self._loss.reduction
-        if values is None or reduction not in _MEANS:
-            return 0
-        if reduction != "mean_with_sample_weight":
-            return 0 if mask is None else ops.sum(ops.cast(mask, self._loss.dtype))
-        if sample_weight is None and mask is None:
-            return 0
-        return ops.sum(_merged(sample_weight, mask, values.dtype, reduction))
+
+def _count(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """What a loss divides by that only its mask and weights tell; 0 where neither counts."""
+    _, values, mask = _summed(loss, y, y_pred, sample_weight)
+    if values is None or loss.reduction not in _MEANS or (sample_weight is None and mask is None):
+        return 0
+    if loss.reduction != "mean_with_sample_weight":
+        return 0 if mask is None else ops.sum(ops.cast(mask, loss.dtype))
+    weight = None if sample_weight is None else ops.cast(sample_weight, values.dtype)
+    if mask is None:
+        return ops.sum(weight)
+    return ops.sum(internals.merged_mask(weight, ops.cast(mask, values.dtype), values.dtype, loss.reduction))
 
 
 def share_of(loss: Any, part: Part, index: int, kind: Kind, y: Any, y_pred: Any, sample_weight: Any) -> Any:
@@ -239,7 +208,7 @@ def _summed(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, An
         seen.append(loss.call(y_true, y_pred))
         return seen[-1]
 
-    summed = _copy(loss)
+    summed = internals.copied(loss)
     summed.reduction = "sum"
     summed.call = call
     total = summed(y, y_pred, sample_weight)
@@ -250,20 +219,6 @@ def _summed(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, An
     masks = [mask for mask in (internals.get_mask(y_pred), internals.get_mask(values)) if mask is not None]
     mask = None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
     return total, ops.convert_to_tensor(values, dtype=loss.dtype), mask
-
-
-def _copy(loss: Any) -> Any:
-    """A loss with the same contents; `copy.copy` would save and load it, which the compiled loss refuses."""
-    copied = object.__new__(type(loss))
-    copied.__dict__.update(loss.__dict__)
-    return copied
-
-
-def _merged(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
-    if mask is None:
-        return ops.cast(sample_weight, dtype)
-    weight = None if sample_weight is None else ops.cast(sample_weight, dtype)
-    return internals.merged_mask(weight, ops.cast(mask, dtype), dtype, reduction)
 
 
 def _size(tensor: Any, dtype: Any) -> Any:

@@ -8,7 +8,9 @@ arrays inside of its own graph, where nothing can be restored; there a data set 
 a number and the epoch. A stream of memfit is asked for nothing that was trained on.
 """
 
+import hashlib
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,44 +18,31 @@ from typing import Any
 import keras
 import numpy
 
-from memfit.frameworks.keras.guard import randomness
 from memfit.frameworks.keras.streaming import KerasStream
 
-_ITERATOR = "epoch_iterator"
-_CALLBACKS = "callbacks"
+_count = itertools.count()
 
 
 class Data:
-    """The data of one call of `fit`.
-
-    Args:
-        iterator: Keras's, of epochs; None where it wasn't found.
-        is_ordered: whether the order has to be one that can be come back to.
-    """
+    """The data of one call of `fit`; `is_ordered`: the order has to be one that can be come back to."""
 
     def __init__(self, iterator: Any, *, is_ordered: bool) -> None:
         self._iterator = iterator
         self._adapter = getattr(iterator, "data_adapter", None)
-        self.stream: KerasStream | None = None
         found = getattr(self._adapter, "py_dataset", None)
-        if isinstance(found, KerasStream):
-            self.stream = found
-        self._seed = 0
-        self._epoch = 0
-        self._shuffle = ""
-        self._pass: dict[str, Any] = {"random": None, "epoch": 0, "position": 0}
-        """The pass in progress: random states and epoch at its beginning, batches of earlier epochs. Keras begins the
-        next pass before the epoch ends that ends the last one: until then the number is below zero."""
-        self._num_done = 0
-        self._resumed: dict[str, Any] | None = None
-        self._left_to_count = 0
-        self._is_boundary = False
-        """Whether the resumed position is between two epochs: nothing is passed over that `caught_up` would follow."""
+        self.stream: KerasStream | None = found if isinstance(found, KerasStream) else None
         self._stream_at: Any = None
-        if iterator is None or not is_ordered:
-            return
-        self._seed = randomness.seed()
-        self._follow(iterator)
+        self._seed = self._epoch = self._num_done = self._left_to_count = 0
+        self._shuffle = ""
+        # The pass in progress: random states and epoch at its beginning, batches of earlier epochs. Keras begins the
+        # next pass before the epoch ends that ends the last one: until then the number is below zero.
+        self._pass: dict[str, Any] = {"random": None, "epoch": 0, "position": 0}
+        self._resumed: dict[str, Any] | None = None
+        # Whether the resumed position is between two epochs: nothing is passed over that `caught_up` would follow.
+        self._is_boundary = False
+        if iterator is not None and is_ordered:
+            self._seed = order_seed()
+            self._follow(iterator)
 
     @property
     def is_generator(self) -> bool:
@@ -64,11 +53,6 @@ class Data:
     def is_tf_dataset(self) -> bool:
         """Whether TensorFlow makes it, in an order that it doesn't tell."""
         return type(self._adapter).__name__ == "TFDatasetAdapter"
-
-    @property
-    def is_known(self) -> bool:
-        """Whether Keras's iterator was found."""
-        return self._iterator is not None
 
     @property
     def goes_on(self) -> bool:
@@ -104,12 +88,8 @@ class Data:
             self.stream.follow(False)
 
     def position(self, *, at_end: bool) -> dict[str, Any]:
-        """What `go_to` needs.
-
-        Args:
-            at_end: whether the next batch is the first of an epoch.
-        """
-        now = randomness.states()
+        """What `go_to` needs; `at_end`: the next batch is the first of an epoch."""
+        now = random_states()
         is_new = at_end and not self.goes_on
         return {
             "seed": self._seed,
@@ -121,12 +101,7 @@ class Data:
         }
 
     def go_to(self, position: dict[str, Any], num_done: int) -> None:
-        """The next pass is the one that was in progress at that position.
-
-        Args:
-            position: from `position`.
-            num_done: batches of its epoch that were trained on.
-        """
+        """The next pass is the one that was in progress there, `num_done` batches of its epoch trained on."""
         self._resumed = position
         self._is_boundary = num_done == 0
         self._seed = int(position["seed"])
@@ -138,11 +113,11 @@ class Data:
         """What was trained on has been passed over."""
         if keras.backend.backend() != "tensorflow":
             # TensorFlow draws ahead, as far as it likes, so that these would be drawn twice.
-            randomness.restore(position["now"])
+            restore_random(position["now"])
 
     def go_on(self, position: dict[str, Any]) -> None:
         """A loop of the user's own is where it was: layers draw what they would have, the loop's own draws stay."""
-        randomness.restore_torch(position["now"])
+        restore_torch(position["now"])
 
     def _follow(self, iterator: Any) -> None:
         plain: Callable[[], Any] = iterator._get_iterator
@@ -150,21 +125,19 @@ class Data:
             shuffle = getattr(self._adapter, "_shuffle", False)
             if shuffle:
                 self._shuffle = "batch" if shuffle == "batch" else "all"
-                from memfit.frameworks.keras.guard.tensorflow_order import ordered
-
                 iterator._distributed_dataset = ordered(self._adapter, self._order)
 
         def get_iterator() -> Any:
             dropped, resumed = 0, {}
             if self._resumed is not None:
                 resumed, self._resumed = self._resumed, None
-                randomness.restore(resumed["random"])
+                restore_random(resumed["random"])
                 self._pass = {name: resumed[name] for name in ("random", "epoch", "position")}
                 if self.stream is None:
                     dropped = self._left_to_count = int(resumed["position"])
             else:
                 epoch = self._epoch + 1 if self._num_done else self._epoch
-                self._pass = {"random": randomness.states(), "epoch": epoch, "position": -self._num_done}
+                self._pass = {"random": random_states(), "epoch": epoch, "position": -self._num_done}
             found = plain()
             if hasattr(found, "skip"):
                 return found.skip(dropped) if dropped else found
@@ -198,7 +171,98 @@ def found_in_fit() -> tuple[Any, list[Any]]:
     frame = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals if frame.f_code.co_name == "fit" else {}
-        if _ITERATOR in names and hasattr(names[_ITERATOR], "_get_iterator"):
-            return names[_ITERATOR], list(getattr(names.get(_CALLBACKS), "callbacks", []))
+        if hasattr(names.get("epoch_iterator"), "_get_iterator"):
+            return names["epoch_iterator"], list(getattr(names.get("callbacks"), "callbacks", []))
         frame = frame.f_back  # type: ignore[assignment]
     return None, []
+
+
+def ordered(adapter: Any, order: Callable[[int, int], Any]) -> Any:
+    """The batches of Keras's adapter of arrays, in an order of our own.
+
+    `order` gives the numbers of all samples for the next pass, from their count and the size of a batch.
+    """
+    import tensorflow as tf
+
+    num_samples, size = int(adapter._num_samples), int(adapter.batch_size)
+    arrays = [None if one is None else tf.convert_to_tensor(one) for one in keras.tree.flatten(adapter._inputs)]
+    whole = num_samples % size == 0
+
+    def batches(_: Any) -> Any:
+        numbers = tf.numpy_function(
+            lambda: numpy.asarray(order(num_samples, size), numpy.int64), [], tf.int64, stateful=True
+        )
+        numbers.set_shape([num_samples])
+
+        def batch(start: Any) -> Any:
+            chosen = numbers[start : start + size]
+            if whole:
+                # Keras's own says so, too, and steps are traced for what is known of a batch.
+                chosen.set_shape([size])
+            parts = [None if one is None else tf.gather(one, chosen, axis=0) for one in arrays]
+            return keras.tree.lists_to_tuples(keras.tree.pack_sequence_as(adapter._inputs, parts))
+
+        return tf.data.Dataset.range(0, num_samples, size).map(batch, num_parallel_calls=tf.data.AUTOTUNE)
+
+    return tf.data.Dataset.range(1).flat_map(batches).prefetch(tf.data.AUTOTUNE)
+
+
+def random_states() -> dict[str, Any]:
+    """States of the generators that Keras and data sets draw from beside Keras's own seeds, as data and arrays.
+
+    Keras shuffles arrays with numpy's generator on JAX and with PyTorch's on PyTorch, and data sets with Python's. With
+    the states that they had when a pass over the data began, the pass has the same order again.
+    """
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "python": [version, numpy.array(numbers, numpy.uint64), gauss],
+        "numpy": [name, numpy.array(keys), int(position), int(has_gauss), float(cached)],
+    }
+    if "torch" in sys.modules:
+        import torch
+
+        found["torch"] = torch.get_rng_state().numpy().copy()
+    return found
+
+
+def check_random(found: dict[str, Any]) -> None:
+    """Fails where `restore_random` would, without changing anything."""
+    version, numbers, gauss = found["python"]
+    random.Random(0).setstate((version, tuple(int(number) for number in numbers), gauss))
+    name, keys, position, has_gauss, cached = found["numpy"]
+    numpy.random.RandomState(0).set_state((name, keys, position, has_gauss, cached))
+    if "torch" in found and "torch" in sys.modules:
+        import torch
+
+        torch.Generator().set_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
+
+
+def restore_random(found: dict[str, Any]) -> None:
+    """Goes back to the states that `random_states` gave."""
+    version, numbers, gauss = found["python"]
+    random.setstate((version, tuple(int(number) for number in numbers), gauss))
+    name, keys, position, has_gauss, cached = found["numpy"]
+    numpy.random.set_state((name, keys, position, has_gauss, cached))
+    restore_torch(found)
+
+
+def restore_torch(found: dict[str, Any]) -> None:
+    """PyTorch's state alone, from which layers draw there."""
+    if "torch" in found and "torch" in sys.modules:
+        import torch
+
+        torch.set_rng_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
+
+
+def order_seed() -> int:
+    """A seed for an order of our own, another one for each call.
+
+    It is the same in every run of a script that seeds Python and numpy, as Keras's `set_random_seed` does. Nothing is
+    drawn for it: the script's own numbers stay the same.
+    """
+    version, numbers, gauss = random.getstate()
+    name, keys, position, *rest = numpy.random.get_state(legacy=True)
+    text = repr((next(_count), version, numbers, gauss, name, position, rest))
+    digest = hashlib.sha256(text.encode() + numpy.asarray(keys).tobytes()).digest()
+    return int.from_bytes(digest[:7], "big")

@@ -19,8 +19,7 @@ _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 def set_early(*, is_limited: bool) -> list[str]:
     """Sets what is still open in the environment; what was set, in words.
 
-    Args:
-        is_limited: whether the run has a budget, or the host a limit, that it is likely to meet.
+    `is_limited`: the run has a budget, or the host a limit, that it is likely to meet.
     """
     said = []
     if "tensorflow" not in sys.modules and _is_backend():
@@ -37,11 +36,7 @@ def set_early(*, is_limited: bool) -> list[str]:
 
 
 def set_late(*, is_limited: bool) -> list[str]:
-    """Sets what can be set once TensorFlow is loaded and before it has begun; what was set or is too late, in words.
-
-    Args:
-        is_limited: as for `set_early`.
-    """
+    """Sets what can be set once TensorFlow is loaded and before it has begun; what was set or is too late, in words."""
     said = []
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and hasattr(tensorflow, "config"):

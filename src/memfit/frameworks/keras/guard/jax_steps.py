@@ -17,23 +17,20 @@ from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.steps import Each, Steps
 
 
-class JaxSteps(Steps):
+class BackendSteps(Steps):
     """See the module."""
 
     def __init__(self, model: Any, each: Each) -> None:
         super().__init__(model, each)
         self._state: Any = None
+        self._last: Any = None
         self._jitted: Any = None
         self._room: Room | None = None
-        self._last: Any = None
 
     def over(self, *arguments: Any) -> Any:
         """The state and an iterator; as many batches as there are steps in an execution."""
         self._state, iterator = arguments
         return self.train_on(iterator), self._state
-
-    def begin(self, batch: Any) -> None:
-        """Nothing: the state is a value."""
 
     def run(self, batch: Any) -> Any:
         """One compiled step, if there is room for it."""
@@ -66,8 +63,7 @@ class JaxSteps(Steps):
 
     def rebuild(self) -> None:
         """The variables get their values back meanwhile, for what changes the model may look at them."""
-        self._jitted = None
-        self._room = None
+        self._jitted = self._room = None
         super().rebuild()
 
     def values(self) -> dict[str, Any] | None:
@@ -78,20 +74,14 @@ class JaxSteps(Steps):
 
     def fill(self) -> None:
         """Gives the variables, which are empty within an epoch, the values of the state."""
-        if self._state is not None:
-            for group, found in variables.grouped(self.model).items():
-                for variable, value in zip(found, self._state[variables.GROUPS.index(group)], strict=True):
-                    variable._value = value
+        for group, values in zip(variables.grouped(self.model).values(), self._state or (), strict=False):
+            for variable, value in zip(group, values, strict=True):
+                variable._value = value
 
     def load(self) -> None:
         """Takes the state from the variables, and empties them, as Keras does at the beginning of an epoch."""
-        self._state = self.model._get_jax_state(
-            trainable_variables=True,
-            non_trainable_variables=True,
-            optimizer_variables=True,
-            metrics_variables=True,
-            purge_model_variables=True,
-        )
+        groups = ("trainable", "non_trainable", "optimizer", "metrics", "purge_model")
+        self._state = self.model._get_jax_state(**{f"{name}_variables": True for name in groups})
 
     def give_back(self) -> None:
         """Keras does so only with what a whole step has left."""
@@ -114,9 +104,8 @@ class JaxSteps(Steps):
             return None
         if internals.uses_nnx():
             return None
-        if self._jitted is None:
-            # It lives as long as Keras's own, so that the next fit isn't compiled again.
-            self._jitted = getattr(self._function, "memfit_jitted", None)
+        # It lives as long as Keras's own, so that the next fit isn't compiled again.
+        self._jitted = self._jitted or getattr(self._function, "memfit_jitted", None)
         if self._jitted is None:
             # A function of its own each time: JAX takes two bound methods of one model for the same, and would go on
             # with what it traced before the layers were changed.

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 import keras
 
 from memfit.catalogue.host import resident_bytes
-from memfit.core import heap, tensor_file
+from memfit.core import tensor_file
 from memfit.core.adapter import GuardedLoop
 from memfit.core.errors import BadInput, BadModel
 from memfit.core.guarding import (
@@ -35,12 +35,11 @@ from memfit.core.state_tree import Decoder, Encoder
 from memfit.core.tensor_file import TensorFile, array_entry
 from memfit.core.typed_data import Count, mismatch
 from memfit.core.units import format_size
-from memfit.frameworks.keras.apply.fitted import FittedModel, check_split
-from memfit.frameworks.keras.apply.layer_state import with_statistics
+from memfit.frameworks.keras.apply.fitted import FittedModel, check_split, with_statistics
 from memfit.frameworks.keras.apply.units import units
-from memfit.frameworks.keras.guard import randomness, variables
-from memfit.frameworks.keras.guard.callback_state import CallbackStates
-from memfit.frameworks.keras.guard.data import Data
+from memfit.frameworks.keras.guard import variables
+from memfit.frameworks.keras.guard.callbacks import CallbackStates
+from memfit.frameworks.keras.guard.data import Data, check_random
 from memfit.frameworks.keras.guard.steps import make_steps
 from memfit.frameworks.keras.model import check_model
 from memfit.frameworks.keras.trace.planning import loop_factor
@@ -88,10 +87,9 @@ class KerasLoop(GuardedLoop):
         self._num_epochs = num_epochs
         self._states: CallbackStates | None = None
         self._epoch = self._batch = self._skip = 0
+        # The epoch that has just ended, with its logs, and whether the next batch is the first of an epoch.
         self._ended: tuple[int, dict[str, Any]] | None = None
-        """The epoch that has just ended, with its logs."""
         self._at_end = False
-        """Whether the next batch is the first of an epoch."""
         self._resumed: Resumed | None = None
         self._position: dict[str, Any] = {}
         self.batch = None
@@ -100,8 +98,8 @@ class KerasLoop(GuardedLoop):
         self._open_steps()
 
     def _open_steps(self) -> None:
-        self._fitted: FittedModel | None = None
-        self._settings = self._wanted = Settings()
+        self._fitted = FittedModel(Settings(), self.model, self._options.approximate)
+        self._wanted = Settings()
         self._is_built = self._has_begun = False
         self._steps = make_steps(self.model, self._each)
         self._steps.install()
@@ -117,19 +115,14 @@ class KerasLoop(GuardedLoop):
 
     def size_of(self, batch: Any) -> BatchSize:
         """Samples of a batch; None where its arrays don't agree on it."""
-        sizes = set()
-        for part in keras.tree.flatten(batch):
-            shape = getattr(part, "shape", None)
-            if shape is not None and len(shape) > 0:
-                sizes.add(int(shape[0]))
+        shapes = (getattr(part, "shape", None) for part in keras.tree.flatten(batch))
+        sizes = {int(shape[0]) for shape in shapes if shape is not None and len(shape) > 0}
         return BatchSize(sizes.pop() if len(sizes) == 1 else None)
 
     def enter(self, batch: Any, restore_settings: Callable[[Any, Callable[[Settings], None]], None]) -> bool:
         """Whether a batch is to be trained on: those before a resume aren't, and `logs` is what they gave.
 
-        Args:
-            batch: from Keras.
-            restore_settings: has the settings put on that a checkpoint was written with.
+        `restore_settings` has the settings put on that a checkpoint was written with.
         """
         self.batch = batch
         if self._resumed is not None:
@@ -141,7 +134,7 @@ class KerasLoop(GuardedLoop):
                 self.data.caught_up(self._position)
             return False
         self.watch_callbacks()
-        self.build(batch)
+        self._build(batch)
         return True
 
     @property
@@ -180,10 +173,9 @@ class KerasLoop(GuardedLoop):
             self._has_begun = False
         if "torch" in sys.modules:
             from memfit.frameworks.torch.oom import release
-
-            release()
         else:
-            heap.release()
+            from memfit.core.heap import release
+        release()
 
     def mark(self) -> Any:
         """Loops of the user's own are saved at their end; a `fit` that was broken off isn't."""
@@ -232,29 +224,22 @@ class KerasLoop(GuardedLoop):
         """
         # One number of samples serves batches of all sizes, so that a smaller one at the end changes nothing.
         settings = self._wanted = replace(settings, micro_batches=2 if settings.micro_batch_size else 1)
-        if settings == self._settings:
+        if settings == self._fitted.settings:
             return
         try:
             with self.filled():
-                if self._fitted is None:
-                    self._fitted = FittedModel(settings, self.model, self._options.approximate)
-                else:
-                    self._fitted.change(settings)
-            self._settings = settings
-        except BaseException:
-            self._settings = Settings()
-            raise
+                self._fitted.change(settings)
         finally:
             self._steps.rebuild()
 
     @property
     def settings(self) -> Settings:
         """In use."""
-        return self._settings
+        return self._fitted.settings
 
     def differences(self, settings: Settings) -> str:
         """What differs from the plain step, in words."""
-        return "" if self._fitted is None else self._fitted.approximate
+        return self._fitted.approximate
 
     def fallbacks(self) -> Fallbacks:
         """Recomputation of all that can be recomputed; where parts differ from the whole or take much longer, first."""
@@ -314,7 +299,7 @@ class KerasLoop(GuardedLoop):
         if settings.checkpoint:
             tried += ", with recomputation of everything that can be recomputed"
         asked = f" {format_size(failure.requested_bytes)} were asked for." if failure.requested_bytes else ""
-        held = sum(variables.size_bytes(group) for group in variables.grouped(self.model).values())
+        held = sum(map(variables.size_bytes, variables.grouped(self.model).values()))
         why = f" Batches aren't split: {why_whole}" if why_whole else ""
         return (
             f"memory ran out, and nothing is left to try. Tried last: {tried}.{asked} The variables of "
@@ -343,19 +328,14 @@ class KerasLoop(GuardedLoop):
         )
 
     def write_state(self, directory: Path, progress: dict[str, Any]) -> None:
-        """Writes all that a resume needs.
-
-        Args:
-            directory: of the checkpoint.
-            progress: of the guard; the position in the data and Keras's history are added.
-        """
+        """Writes all that a resume needs: the guard's progress, the position in the data, Keras's history."""
         progress = {
             **progress,
             "epoch": self._epoch,
             "batch": self._batch,
             "stopped": self._at_end and bool(self.model.stop_training),
             "data": self.data.position(at_end=self._at_end),
-            **self.history(self._ended),
+            **history_of(self.model, self._ended),
         }
         self._steps.settle()
         variables.write(directory / _VARIABLES, self.model, self._steps.values())
@@ -368,9 +348,7 @@ class KerasLoop(GuardedLoop):
     def read_state(self, directory: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """What `write_state` wrote; variables that aren't there yet get their values with the first batch.
 
-        Args:
-            directory: of the checkpoint.
-            check: may refuse the guard's progress, before anything is changed.
+        `check` may refuse the guard's progress, before anything is changed.
         """
         try:
             content = json.loads(read_plain(directory / _PROGRESS))
@@ -381,15 +359,13 @@ class KerasLoop(GuardedLoop):
                 raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {problem}")
             check(resumed.progress)
             for name in ("random", "now"):
-                randomness.check(resumed.progress["data"][name])
-            self.watch_callbacks()
-            if self._states is not None:
-                self._states.check(resumed.callbacks, decoder)
+                check_random(resumed.progress["data"][name])
+            self.watch_callbacks().check(resumed.callbacks, decoder)
         except (BadCheckpoint, MemoryError):
             raise
         except Exception as error:
             raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {error!r}") from error
-        if not self.is_built and self._iterator is not None and not self.data.is_generator:
+        if not variables.is_built(self.model) and self._iterator is not None and not self.data.is_generator:
             # A batch can be looked at without being lost.
             self.model._symbolic_build(iterator=self._iterator)
             self._iterator.reset()
@@ -397,14 +373,14 @@ class KerasLoop(GuardedLoop):
         if self._num_epochs is not None:
             # Keras begins with this epoch, as after its own BackupAndRestore.
             self.model._initial_epoch = max(self._num_epochs, self._epoch) if self._is_over else self._epoch
-        if self.is_built:
-            self.load_variables(resumed, in_epoch=False)
+        if variables.is_built(self.model):
+            self._load_variables(resumed, in_epoch=False)
         elif self._is_over:
             raise BadModel(
                 f"the training in {directory.parent} is over, and the model {self.model.name!r} has no variables yet "
                 "to load the result into. Build it first: call it on one batch."
             )
-        self.load_callbacks(resumed)
+        self.watch_callbacks().load(resumed.callbacks, resumed.decoder)
         return resumed.progress
 
     @property
@@ -434,13 +410,13 @@ class KerasLoop(GuardedLoop):
         """At the first batch after a resume, when all other callbacks have had their say."""
         resumed, self._resumed = self._resumed, None
         assert resumed is not None
-        self.build(batch)
+        self._build(batch)
         if self._skip:
             # As at the time of the checkpoint: settings may come with variables of their own.
             restore_settings(batch, self.put_on)
         # At the beginning of an epoch metrics begin anew.
-        self.load_variables(resumed, in_epoch=bool(self._skip))
-        self.load_callbacks(resumed)
+        self._load_variables(resumed, in_epoch=bool(self._skip))
+        self.watch_callbacks().load(resumed.callbacks, resumed.decoder)
         self._load_history(resumed)
         self._position = resumed.progress["data"]
         if self._num_epochs is None:
@@ -450,80 +426,50 @@ class KerasLoop(GuardedLoop):
                 self.logs = {name: float(value) for name, value in self.model.get_metrics_result().items()}
 
     def _load_history(self, resumed: "Resumed") -> None:
-        history = getattr(self.model, "history", None)
-        if history is not None and hasattr(history, "history"):
+        history: Any = getattr(self.model, "history", None)
+        if hasattr(history, "history"):
             history.history.update({name: list(values) for name, values in resumed.progress["history"].items()})
             history.epoch = list(resumed.progress["epochs"])
 
-    @property
-    def is_built(self) -> bool:
-        """Whether all variables are there to be loaded."""
-        return variables.is_built(self.model)
-
-    def build(self, batch: Any) -> None:
-        """Makes all variables."""
+    def _build(self, batch: Any) -> None:
         if not self._is_built:
-            if not self.is_built:
+            if not variables.is_built(self.model):
                 self.model._symbolic_build(data_batch=batch)
             self._is_built = True
 
-    def load_variables(self, resumed: "Resumed", *, in_epoch: bool) -> None:
-        """Gives the variables the stored values.
-
-        Args:
-            resumed: from `read`.
-            in_epoch: whether an epoch is in progress, with its metrics.
-        """
+    def _load_variables(self, resumed: "Resumed", *, in_epoch: bool) -> None:
+        """Gives the variables the stored values; metrics only where an epoch is in progress."""
         groups = variables.GROUPS if in_epoch else variables.GROUPS[:-1]
         with self.filled():
             variables.read(resumed.directory / _VARIABLES, self.model, groups)
 
-    def watch_callbacks(self) -> None:
+    def watch_callbacks(self) -> CallbackStates:
         """What callbacks change from now on is their state."""
         if self._states is None:
             self._states = CallbackStates(self._callbacks)
-
-    def load_callbacks(self, resumed: "Resumed") -> None:
-        """Gives callbacks what they had found out."""
-        self.watch_callbacks()
-        if self._states is not None:
-            self._states.load(resumed.callbacks, resumed.decoder)
+        return self._states
 
     @contextmanager
     def filled(self) -> Iterator[None]:
         """The variables have their values inside, also within an epoch on JAX; changed ones count afterwards."""
-        is_empty = self._steps.values() is not None
-        if is_empty:
-            self._steps.fill()
+        if self._steps.values() is None:
+            yield
+            return
+        self._steps.fill()
         try:
             yield
         finally:
-            if is_empty:
-                self._steps.load()
+            self._steps.load()
 
     def give_back(self) -> None:
         """The variables have their values again, also where the step in progress failed."""
         self._steps.give_back()
 
-    def history(self, ended: tuple[int, dict[str, Any]] | None) -> dict[str, Any]:
-        """Keras's History as plain data, with the epoch that has just ended, of which it may not have heard yet."""
-        history = getattr(self.model, "history", None)
-        epochs = [int(epoch) for epoch in getattr(history, "epoch", [])]
-        logs = getattr(history, "history", None) or {}
-        plain = {str(name): [float(value) for value in values] for name, values in logs.items()}
-        if ended is not None and ended[0] not in epochs:
-            epochs.append(ended[0])
-            for name, value in ended[1].items():
-                plain.setdefault(str(name), []).append(float(value))
-        return {"history": plain, "epochs": epochs}
-
     def close(self) -> None:
         """The model as it was without a guard; weights and the optimizer's state are kept."""
         self._steps.settle()
         self._steps.remove()
-        if self._fitted is not None:
-            self._fitted.undo()
-        self._fitted, self._settings = None, Settings()
+        self._fitted.undo()
         self.data.close()
         self.model._initial_epoch = None
 
@@ -555,19 +501,25 @@ class _Progress(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a checkpoint says.
-
-    Args:
-        directory: of the checkpoint.
-        progress: what was written.
-        callbacks: their states.
-        decoder: reads their arrays.
-    """
+    """What a checkpoint says."""
 
     directory: Path
     progress: dict[str, Any]
     callbacks: list[Any]
     decoder: Decoder
+
+
+def history_of(model: Any, ended: tuple[int, dict[str, Any]] | None) -> dict[str, Any]:
+    """Keras's History as plain data, with the epoch that has just ended, of which it may not have heard yet."""
+    history = getattr(model, "history", None)
+    epochs = [int(epoch) for epoch in getattr(history, "epoch", [])]
+    logs = getattr(history, "history", None) or {}
+    plain = {str(name): [float(value) for value in values] for name, values in logs.items()}
+    if ended is not None and ended[0] not in epochs:
+        epochs.append(ended[0])
+        for name, value in ended[1].items():
+            plain.setdefault(str(name), []).append(float(value))
+    return {"history": plain, "epochs": epochs}
 
 
 def check_fit(model: Any) -> None:

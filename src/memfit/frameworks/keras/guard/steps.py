@@ -18,7 +18,6 @@ from memfit.frameworks.keras.guard import variables
 Each = Callable[[Any], Any]
 """Trains on one batch and gives the logs."""
 
-_BACKENDS = {"tensorflow": "TensorFlowSteps", "jax": "JaxSteps", "torch": "TorchSteps"}
 # Temporaries of an update, in copies of the largest variable.
 _UPDATE_COPIES = 4
 # Less than that isn't asked for: far more is free when the activations are gone, and from this size on the C library
@@ -27,61 +26,46 @@ _LARGE_BYTES = 32 * 2**20
 
 
 class Steps:
-    """The steps of one model on one backend.
-
-    Args:
-        model: compiled.
-        each: called with each batch that Keras draws; it calls `run`, and again after `roll_back`.
-    """
+    """The steps of one model on one backend; `each` is called with each batch that Keras draws."""
 
     def __init__(self, model: Any, each: Each) -> None:
         self.model = model
         self._each = each
+        # Keras's own training function, which it gets back; the one that is run; and the one that Keras calls.
         self._plain: Any = None
-        """Keras's own training function, which it gets back."""
         self._function: Any = None
-        """The one that is run."""
         self._own: Any = None
+        # The optimizer that tells of its updates; settings may put another one before it.
         self._watched: Any = None
-        """The optimizer that tells of its updates; settings may put another one before it."""
         self.in_update = False
         """Whether the optimizer has begun to change variables in the step that failed."""
 
     # What each backend does in its own way.
 
+    def over(self, *arguments: Any) -> Any:
+        """What Keras calls in place of its training function."""
+        raise NotImplementedError
+
     def begin(self, batch: Any) -> None:
         """Before a batch is run: keeps what undoing needs."""
-        raise NotImplementedError
 
     def run(self, batch: Any) -> Any:
         """Trains on one batch; the logs."""
         raise NotImplementedError
 
+    def updating(self, gradients: list[Any]) -> Any:
+        """A context in which the optimizer is applied; gives the gradients to apply."""
+        raise NotImplementedError
+
     def roll_back(self) -> None:
-        """All variables as they were at `begin`.
-
-        Raises:
-            BrokenUpdate: that isn't possible.
-        """
+        """All variables as they were at `begin`; raises BrokenUpdate where that isn't possible."""
         raise NotImplementedError
 
-    def over(self, *arguments: Any) -> Any:
-        """What Keras calls in place of its training function."""
-        raise NotImplementedError
+    def forget(self) -> None:
+        """Drops what `begin` kept: the batch has been trained on."""
 
-    def train_on(self, iterator: Any) -> Any:
-        """Trains on as many batches as there are steps in an execution; the last logs."""
-        # Keras before 3.6 gives the one batch of `train_on_batch` in a list.
-        iterator, logs = iter(iterator), None
-        for _ in range(self.model.steps_per_execution):
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                if logs is None:
-                    raise
-                break
-            logs = self._each(batch)
-        return logs
+    def settle(self) -> None:
+        """Waits until the last step has really been made."""
 
     def values(self) -> dict[str, Any] | None:
         """The variables' values by group, where the variables themselves are empty at the moment; None: they aren't."""
@@ -96,13 +80,21 @@ class Steps:
     def give_back(self) -> None:
         """Gives variables that are empty at the moment their values for good: no further step follows."""
 
-    def settle(self) -> None:
-        """Waits until the last step has really been made."""
-
-    def forget(self) -> None:
-        """Drops what `begin` kept: the batch has been trained on."""
-
     # The same for all.
+
+    def train_on(self, iterator: Any) -> Any:
+        """Trains on as many batches as there are steps in an execution; the last logs."""
+        # Keras before 3.6 gives the one batch of `train_on_batch` in a list.
+        iterator, logs = iter(iterator), None
+        for _ in range(self.model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                if logs is None:
+                    raise
+                break
+            logs = self._each(batch)
+        return logs
 
     def install(self) -> None:
         """Takes the place of the training function that Keras has made."""
@@ -126,7 +118,7 @@ class Steps:
 
     def remove(self) -> None:
         """Gives Keras its own function back."""
-        if self.model.train_function is self._own:
+        if self.is_installed:
             self.model.train_function = self._plain
         if self._watched is not None:
             self._watched.__dict__.pop("apply", None)
@@ -156,10 +148,6 @@ class Steps:
         optimizer.__dict__["apply"] = apply
         self._watched = optimizer
 
-    def updating(self, gradients: list[Any]) -> Any:
-        """A context in which the optimizer is applied; gives the gradients to apply."""
-        raise NotImplementedError
-
     @property
     def has_own_step(self) -> bool:
         """Whether the user's class has a training step of its own, which may update by other ways."""
@@ -183,11 +171,11 @@ class Steps:
 def make_steps(model: Any, each: Each) -> Steps:
     """The steps of a model on the backend that Keras runs on."""
     backend = keras.backend.backend()
-    if backend not in _BACKENDS:
+    if backend not in ("tensorflow", "jax", "torch"):
         raise MissingDependency(
             f"Keras runs on {backend}, which doesn't train. Set KERAS_BACKEND to tensorflow, jax or torch before "
             "Keras is imported."
         )
     module = importlib.import_module(f"memfit.frameworks.keras.guard.{backend}_steps")
-    made: Steps = getattr(module, _BACKENDS[backend])(model, each)
+    made: Steps = module.BackendSteps(model, each)
     return made

@@ -27,7 +27,7 @@ from memfit.frameworks.keras.guard.steps import Each, Steps
 _NUM_HELD = 3
 
 
-class TensorFlowSteps(Steps):
+class BackendSteps(Steps):
     """See the module."""
 
     def __init__(self, model: Any, each: Each) -> None:
@@ -35,17 +35,15 @@ class TensorFlowSteps(Steps):
         self._kept: list[tuple[Any, Any]] = []
         self._spec: Any = None
         self._step: Any = None
+        # How often batches of these shapes went well with the step in use, and whether memory has run out.
         self._known: Counter[Any] = Counter()
-        """How often batches of these shapes went well with the step in use."""
-        self._is_short = False
-        """Whether memory has run out."""
+        self._is_short = self._holds_all = False
         self._key: Any = None
-        self._holds_all = False
+        # All variables, and those that the forward pass changes.
         self._groups: tuple[list[Any], list[Any]] | None = None
-        """All variables, and those that the forward pass changes."""
+        # Updates that were begun, behind the barrier.
         with tf.init_scope():
             self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
-        """Updates that were begun, behind the barrier."""
         self._updates_before: Any = None
 
     def over(self, *arguments: Any) -> Any:
@@ -80,12 +78,11 @@ class TensorFlowSteps(Steps):
         """The step, traced for batches of any size where Keras traces it so."""
         if self.model.run_eagerly or self._spec is None:
             return self._function(iter([batch]))
+        function = self._function
+        spec, step = getattr(function, "memfit_step", (None, None))
+        if self._step is None and spec == self._spec:
+            self._step = step
         if self._step is None:
-            known = getattr(self._function, "memfit_step", None)
-            if known is not None and known[0] == self._spec:
-                self._step = known[1]
-        if self._step is None:
-            function = self._function
 
             @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator,unused-ignore]
             def one_step(data: Any) -> Any:
@@ -93,7 +90,7 @@ class TensorFlowSteps(Steps):
 
             # A concrete function finds its graph without looking at the types of its arguments at each call.
             self._step = tf.function(one_step, input_signature=(self._spec,)).get_concrete_function()
-            self._function.memfit_step = self._spec, self._step
+            function.memfit_step = self._spec, self._step
         return self._step(batch)
 
     def forget(self) -> None:

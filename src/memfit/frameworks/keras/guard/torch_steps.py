@@ -18,7 +18,7 @@ from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.steps import Each, Steps
 
 
-class TorchSteps(Steps):
+class BackendSteps(Steps):
     """See the module."""
 
     def __init__(self, model: Any, each: Each) -> None:
@@ -37,8 +37,7 @@ class TorchSteps(Steps):
         """Copies what the forward pass changes."""
         self.in_update = False
         if self._changing is None:
-            groups = variables.grouped(self.model)
-            everything = [one for group in groups.values() for one in group]
+            everything = [variable for group in variables.grouped(self.model).values() for variable in group]
             self._changing = everything if self.has_own_step else variables.small(self.model)
         self._kept = [(variable, variable.value.detach().clone()) for variable in self._changing]
 
@@ -55,7 +54,7 @@ class TorchSteps(Steps):
                 variable.value.detach().copy_(value)
         for variable in self.model.trainable_variables:
             variable.value.grad = None
-        internals.forget_dropout(self.model)
+        internals.forget_call(self.model, [])
 
     def rebuild(self) -> None:
         """Other settings may come with other variables."""
@@ -72,7 +71,6 @@ class TorchSteps(Steps):
         if self._room_bytes is None:
             self._room_bytes = self.room_bytes()
             self._device = next((value.device for value in gradients if value is not None), self._device)
-        room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
-        del room
+        torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
         self.in_update = True
         yield gradients

@@ -11,6 +11,7 @@ import keras
 from memfit.core import tensor_file
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import Entry, TensorFile, array_pieces, numpy_dtype
+from memfit.frameworks.keras import internals
 
 TRAINABLE, OTHERS, OPTIMIZER, METRICS = "trainable", "non-trainable", "optimizer", "metrics"
 GROUPS = (TRAINABLE, OTHERS, OPTIMIZER, METRICS)
@@ -34,10 +35,8 @@ def small(model: Any) -> list[Any]:
 
 def is_built(model: Any) -> bool:
     """Whether all variables are there."""
-    parts = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None), model.optimizer)
-    return all(layer.built for layer in model._flatten_layers()) and all(
-        part is None or getattr(part, "built", True) for part in parts
-    )
+    parts = (*internals.layers_of(model), model.optimizer)
+    return internals.is_loss_built(model) and all(part is None or getattr(part, "built", True) for part in parts)
 
 
 def size_bytes(variables: Sequence[Any]) -> int:
@@ -50,13 +49,7 @@ def _item_bytes(variable: Any) -> int:
 
 
 def write(path: Path, model: Any, values: dict[str, Sequence[Any]] | None) -> None:
-    """Writes all variables.
-
-    Args:
-        path: of the file.
-        model: whose they are.
-        values: where the variables themselves are empty, as in an epoch on JAX, by group.
-    """
+    """Writes all variables; `values` by group where the variables themselves are empty, as in an epoch on JAX."""
     tensor_file.write(path, _entries(model, values))
 
 
@@ -72,11 +65,8 @@ def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[En
                 continue
             dtype = keras.backend.standardize_dtype(variable.dtype)
             shape = tuple(int(size) for size in variable.shape)
-            yield Entry(name, dtype, shape, _item_bytes(variable), functools.partial(_pieces, value))
-
-
-def _pieces(value: Any) -> Iterator[memoryview]:
-    return array_pieces(keras.ops.convert_to_numpy(value))
+            pieces = functools.partial(lambda value: array_pieces(keras.ops.convert_to_numpy(value)), value)
+            yield Entry(name, dtype, shape, _item_bytes(variable), pieces)
 
 
 def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:

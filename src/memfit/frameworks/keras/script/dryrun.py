@@ -21,12 +21,7 @@ from memfit.frameworks.keras.supervised import replace_method
 
 
 class FirstBatch(BaseException):
-    """Ends the script: no `except Exception` of its own holds it back.
-
-    Args:
-        model: that was to be trained.
-        batch: as Keras gives it to `train_step`.
-    """
+    """Ends the script, whatever exceptions it catches, with the first batch as Keras gives it to `train_step`."""
 
     def __init__(self, model: Any, batch: Any) -> None:
         super().__init__("the first batch of fit")
@@ -39,13 +34,7 @@ class FirstTurn(BaseException):
 
 
 class OpenLoop:
-    """A turn of a loop, as a job that can be traced.
-
-    Args:
-        loop: that was followed.
-        device: where it will run.
-        name: what to call it in reports.
-    """
+    """An iteration of a loop, as a job that can be traced."""
 
     batch_size = None
     notes: tuple[Note, ...] = ()
@@ -62,14 +51,10 @@ class OpenLoop:
 
 
 def follow_loops(found: Callable[[Any], None]) -> Any:
-    """Watches loops of the script's own from now on.
+    """Watches loops of the script's own from now on; `found` is told of the first, which can be traced.
 
-    Args:
-        found: told of the loop, which can be traced, before the script ends.
-
-    Returns:
-        The loop, to be closed when the script has ended; None on PyTorch, where loops are followed on a simulated GPU
-        only: there the script ends before it would train.
+    The loop is to be closed when the script has ended; None on PyTorch, where loops are followed on a simulated GPU
+    only: there the script ends before it would train.
     """
     backend = keras.backend.backend()
     if backend == "torch":
@@ -94,12 +79,7 @@ def follow_loops(found: Callable[[Any], None]) -> Any:
 
 
 def end_at_fit(module: ModuleType, found: Callable[[FirstBatch], None]) -> None:
-    """Has the first `fit` or `train_on_batch` of this process end with `FirstBatch`.
-
-    Args:
-        module: the package `keras`.
-        found: told first, for scripts that catch everything.
-    """
+    """Has the first `fit` or `train_on_batch` end with `FirstBatch`; `found` is told before: scripts may catch it."""
 
     def stop(plain: Callable[..., Any], model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         def keep(*given: Any) -> Any:

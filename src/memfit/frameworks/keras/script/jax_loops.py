@@ -47,11 +47,7 @@ class _Call:
 
 
 class JaxLoop:
-    """Watches a script until its loop has gone through one turn.
-
-    Args:
-        found: called then, with this; it ends the script.
-    """
+    """Watches a script until its loop has gone through one turn; `found`, called then, ends the script."""
 
     def __init__(self, found: Callable[["JaxLoop"], None]) -> None:
         self._found = found
@@ -176,13 +172,9 @@ class JaxLoop:
         results = self._state.described(jax.tree.leaves(lowered.out_info))
         batch = (leaf for leaf, (kind, _) in zip(leaves, described, strict=False) if kind is Category.BATCH)
         notes = (_EAGER,) if self._is_eager else ()
-        return self._state.trace(
-            step_timeline(compiled, LayerNames(None, self._state.layers), described, results),
-            notes=(*notes, *SIMULATED) if on_gpu else notes,
-            batch_bytes=sum(map(size_of, batch)),
-            assigned_bytes=compiled.assigned_bytes,
-            spread=compiled.spread,
-        )
+        timeline = step_timeline(compiled, LayerNames(None, self._state.layers), described, results)
+        step = compiled.trace(timeline, (*notes, *SIMULATED) if on_gpu else notes, sum(map(size_of, batch)))
+        return self._state.trace(step)
 
 
 class _Watched:

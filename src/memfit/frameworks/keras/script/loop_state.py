@@ -12,11 +12,11 @@ from typing import Any
 
 import keras
 
-from memfit.core.timeline import Category, Timeline
-from memfit.core.trace import Serving, Trace
+from memfit.core.timeline import Category
+from memfit.core.trace import Trace
 from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.model import Held, held, layer_paths, owner_of, trace_of
+from memfit.frameworks.keras.model import Held, layer_paths, owner_of, trace_of, variables_of
 
 
 def is_framework(filename: str) -> bool:
@@ -36,43 +36,35 @@ class LoopState:
         self._updated: list[Any] = []
 
     def watch_updates(self, instead: Callable[..., Any] | None = None) -> None:
-        """Notes every optimizer of Keras that is applied, from now until the process ends.
+        """Notes every optimizer of Keras that is applied, until the process ends.
 
-        Args:
-            instead: called with Keras's method, the optimizer and its arguments, in place of the method.
+        `instead` is called in place of `stateless_apply`, with that, the optimizer and its arguments.
         """
         for name in ("apply", "stateless_apply"):
-            optimizer = internals.base_optimizer().BaseOptimizer
-            plain = getattr(optimizer, name)
-            setattr(optimizer, name, self._noting(plain, instead if name != "apply" else None))
+            base = internals.base_optimizer().BaseOptimizer
+            setattr(base, name, self._noting(getattr(base, name), instead if name != "apply" else None))
 
     def _noting(self, plain: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:
         @functools.wraps(plain)
         def update(optimizer: Any, *arguments: Any, **named: Any) -> Any:
-            if all(one is not optimizer for one in self.optimizers):
+            if all(known is not optimizer for known in self.optimizers):
                 self.optimizers.append(optimizer)
-            if instead is not None:
-                return instead(plain, optimizer, *arguments, **named)
-            return plain(optimizer, *arguments, **named)
+            run = plain if instead is None else functools.partial(instead, plain)
+            return run(optimizer, *arguments, **named)
 
         return update
 
     def settle(self, touched: Mapping[int, Any]) -> None:
-        """Says what each variable is for.
-
-        Args:
-            touched: the variables of the backend's own kind that the turn uses, by an id that `handle_of` gives.
-        """
+        """Says what each variable is for; `touched` are the backend's own that the turn uses, by `handle_of`."""
         self._updated = [one for optimizer in self.optimizers for one in internals.updated_by(optimizer)]
         models = self._models({*touched, *map(handle_of, self._updated)})
-        prefixes = {id(model): f"{model.name}." if len(models) > 1 else "" for model in models}
         found: list[Held] = []
         layers: list[str] = []
         for model in models:
-            prefix = prefixes[id(model)]
+            prefix = f"{model.name}." if len(models) > 1 else ""
             paths = [path for path in layer_paths(model).values() if path]
             layers += [f"{prefix}{path}" for path in paths] + ([str(model.name)] if prefix else [])
-            for one in held(model, training=False):
+            for one in variables_of(model, training=False):
                 path = f"{prefix}{one.module}" if one.module else prefix.rstrip(".")
                 found.append(Held(one.variable, one.category, path))
         owners = {str(one.variable.path).replace("/", "_"): one.module for one in found}
@@ -115,9 +107,9 @@ class LoopState:
         inner |= {id(graph) for one in used if (graph := internals.graph_of(one)) is not one}
         return [one for one in used if id(one) not in inner]
 
-    def trace(self, timeline: Timeline, **facts: Any) -> Trace:
-        """A trace of the turn; facts are other fields of `Trace`."""
-        return trace_of(timeline, self.held, self._updated, serving=Serving.BEST_FIT, **facts)
+    def trace(self, step: Trace) -> Trace:
+        """The trace of a step of the turn with the sizes of its variables."""
+        return trace_of(step, self.held, self._updated)
 
 
 def handle_of(variable: Any) -> int:

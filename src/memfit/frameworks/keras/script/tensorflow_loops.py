@@ -9,7 +9,7 @@ import gc
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,6 @@ from memfit.frameworks.tensorflow.trace.tracing import StepVariable, trace_step
 
 _EAGER = Note("eager", "the loop runs eagerly; an iteration is counted as a graph (a tf.function)")
 _SEVERAL = Note("loop-functions", "an iteration of the loop calls several functions; the one that needs most is shown")
-_GRADIENT = "gradient_tape/"
 # What a script makes of a data set in each epoch.
 _DATA = ("__iter__", "take", "skip", "shuffle", "repeat", "batch", "map", "prefetch", "shard", "cache", "enumerate")
 
@@ -43,11 +42,7 @@ class _Function:
 
 
 class TensorFlowLoop:
-    """Watches a script until its loop has gone through one turn.
-
-    Args:
-        found: called then, with this; it ends the script.
-    """
+    """Watches a script until its loop has gone through one turn; `found`, called then, ends the script."""
 
     def __init__(self, found: Callable[["TensorFlowLoop"], None]) -> None:
         self._found = found
@@ -95,7 +90,7 @@ class TensorFlowLoop:
         self._busy = True
         try:
             concrete = function.get_concrete_function(*arguments, **named)
-            if not any(_GRADIENT in operation.name for operation in concrete.graph.get_operations()):
+            if not _has_gradients(concrete.graph):
                 self._functions[function] = None
                 return plain(function, *arguments, **named)
             if any(not tensor.shape.is_fully_defined() for tensor in concrete.inputs if tensor.dtype != tf.resource):
@@ -129,20 +124,19 @@ class TensorFlowLoop:
         self._graph, self._order = internals.new_graph("turn")
         self._recording.enter_context(self._graph.as_default())
         self._recording.enter_context(self._order)
-        kind = type(tf.compat.v1.placeholder(tf.float32, ()))
-        for name, read in _READS.items():
-            self._replace_read(kind, name, read)
+        for name in _READS:
+            self._replace_read(type(tf.compat.v1.placeholder(tf.float32, ())), name)
 
-    def _replace_read(self, kind: Any, name: str, read: Callable[..., Any]) -> None:
+    def _replace_read(self, kind: Any, name: str) -> None:
         plain = getattr(kind, name, None)
 
         def method(tensor: Any, *arguments: Any, **named: Any) -> Any:
-            if tensor.graph is not self._graph or _graph_now() is not self._graph:
-                if plain is None:
-                    raise AttributeError(f"a tensor of a graph has no {name}")
-                return plain(tensor, *arguments, **named)
-            self._looked_at.append(tensor)
-            return read(_value(tensor), *arguments, **named)
+            if tensor.graph is self._graph and _graph_now() is self._graph:
+                self._looked_at.append(tensor)
+                return _READS[name](_value(tensor), *arguments, **named)
+            if plain is None:
+                raise AttributeError(f"a tensor of a graph has no {name}")
+            return plain(tensor, *arguments, **named)
 
         setattr(kind, name, method)
 
@@ -158,9 +152,8 @@ class TensorFlowLoop:
             captured = {id(outer) for outer, _ in graph.captures}
             variables = (one for one in gc.get_objects() if issubclass(type(one), tf.Variable))
             graph.variables = [one for one in variables if id(getattr(one, "handle", None)) in captured]
-            if any(_GRADIENT in operation.name for operation in graph.get_operations()):
-                turn = SimpleNamespace(graph=graph, inputs=graph.inputs)
-                self._functions[graph] = _Function(turn)
+            if _has_gradients(graph):
+                self._functions[graph] = _Function(SimpleNamespace(graph=graph, inputs=graph.inputs))
         functions = self._turns()
         if functions:
             # Models and variables of a function of the script's are gone when the script has been left.
@@ -173,37 +166,27 @@ class TensorFlowLoop:
     def trace(self, device: Device) -> Trace:
         """The trace of the turn on a device."""
         functions = self._turns()
-        held = [
-            StepVariable(keras_internals.tensor_of(one.variable), one.category, one.module) for one in self._state.held
-        ]
-        held += [
-            StepVariable(one, Category.PARAMETER if one.trainable else Category.BUFFER) for one in self._state.rest
-        ]
-        found = [
-            trace_step(
-                one.function,
-                held,
-                jit_compile=one.jit_compile,
-                on_gpu=device.kind is Kind.CUDA,
-                optimizers=[str(optimizer.name) for optimizer in self._state.optimizers],
-                layers=self._state.layers,
-            )
-            for one in functions
-        ]
-        most = max(range(len(found)), key=lambda number: found[number].timeline.peak()[1])
-        chosen = found[most]
-        captured = {id(variable.handle) for variable in functions[most].function.graph.variables}
-        given = [t for t in functions[most].function.inputs if t.dtype != tf.resource and id(t) not in captured]
+        state = self._state
+        held = [StepVariable(keras_internals.tensor_of(one.variable), one.category, one.module) for one in state.held]
+        held += [StepVariable(one, Category.PARAMETER if one.trainable else Category.BUFFER) for one in state.rest]
+        options: dict[str, Any] = {
+            "on_gpu": device.kind is Kind.CUDA,
+            "optimizers": [str(optimizer.name) for optimizer in state.optimizers],
+            "layers": state.layers,
+        }
+        traces = [(trace_step(one.function, held, jit_compile=one.jit_compile, **options), one) for one in functions]
+        chosen, most = max(traces, key=lambda traced: traced[0].timeline.peak()[1])
+        captured = {id(variable.handle) for variable in most.function.graph.variables}
+        given = [t for t in most.function.inputs if t.dtype != tf.resource and id(t) not in captured]
         notes = [*chosen.notes]
         notes += [_EAGER] if self._graph is not None else []
-        notes += [_SEVERAL] if len(found) > 1 else []
-        return self._state.trace(
-            chosen.timeline,
-            notes=tuple(notes),
-            batch_bytes=sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in given),
-            assigned_bytes=chosen.assigned_bytes,
-            spread=chosen.spread,
-        )
+        notes += [_SEVERAL] if len(traces) > 1 else []
+        batch_bytes = sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in given)
+        return state.trace(replace(chosen, notes=tuple(notes), batch_bytes=batch_bytes))
+
+
+def _has_gradients(graph: Any) -> bool:
+    return any("gradient_tape/" in operation.name for operation in graph.get_operations())
 
 
 def _graph_now() -> Any:

@@ -17,14 +17,14 @@ from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Block, Category, Phase, Timeline
-from memfit.core.trace import Serving, Trace
+from memfit.core.trace import Trace
 from memfit.frameworks.jax.trace.compiled import Compiled, compile_step
 from memfit.frameworks.jax.trace.job import SIMULATED
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
-from memfit.frameworks.keras.batch import Batch, mapped
-from memfit.frameworks.keras.model import LayerNames, explained, held, trace_of
-from memfit.frameworks.keras.trace.restoration import Snapshot
+from memfit.frameworks.keras.batch import Batch, Spec, mapped
+from memfit.frameworks.keras.model import LayerNames, explained, trace_of, variables_of
+from memfit.frameworks.keras.trace.job import Snapshot
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
 
@@ -45,7 +45,9 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         if training:
             groups += [getattr(model.optimizer, "variables", []), model.metrics_variables]
         # The variables as `fit` passes them.
-        state = tuple([_shape(variable.shape, str(variable.dtype)) for variable in group] for group in groups)
+        state = tuple(
+            [jax.ShapeDtypeStruct(tuple(v.shape), jax.numpy.dtype(str(v.dtype))) for v in group] for group in groups
+        )
         data = mapped(_spec, batch.data)
         internals.leave_shardings(model)
         step = model.train_step
@@ -59,20 +61,13 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         on_gpu = device.kind is Kind.CUDA
         with explained("JAX"), internals.layers_as_scopes(jax.named_scope):
             compiled = compile_step(step, (state, data), donate_argnums=(0,), as_on_gpu=on_gpu)
-        variables = held(model, training=training)
+        variables = variables_of(model, training=training)
         by_variable = {id(one.variable): (one.category, one.module) for one in variables}
         known = [by_variable.get(id(variable), (Category.BUFFER, "")) for group in groups for variable in group]
         notes = (_EAGER,) if training and (model.run_eagerly or not model.jit_compile) else ()
-        return trace_of(
-            step_timeline(compiled, LayerNames(model), known),
-            variables,
-            model.trainable_variables if training else (),
-            notes=(*notes, *SIMULATED) if on_gpu else notes,
-            batch_bytes=batch.size_bytes,
-            serving=Serving.BEST_FIT,
-            assigned_bytes=compiled.assigned_bytes,
-            spread=compiled.spread,
-        )
+        timeline = step_timeline(compiled, LayerNames(model), known)
+        step = compiled.trace(timeline, (*notes, *SIMULATED) if on_gpu else notes, batch.size_bytes)
+        return trace_of(step, variables, model.trainable_variables if training else ())
 
 
 @contextmanager
@@ -86,13 +81,7 @@ def as_shapes() -> Iterator[None]:
             internals.forget_new_variables()
 
 
-def _shape(shape: Any, dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
-
-
-def _spec(spec: Any) -> Any:
-    if spec is None:
-        return None
+def _spec(spec: Spec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, jax.dtypes.canonicalize_dtype(jax.numpy.dtype(spec.dtype)))
 
 
@@ -104,11 +93,8 @@ def step_timeline(
 ) -> Timeline:
     """Every buffer of the program, with layers named as Keras names them.
 
-    Args:
-        compiled: the step.
-        layers: of its models.
-        known: what the first arguments are for, and their layers; the others are the batch.
-        results: the same of what the step gives back beside what takes an argument's place; None where that is all.
+    `known` says what the first arguments are for, the others are the batch; `results` the same of what the step gives
+    back beside what takes an argument's place, None where that is all.
     """
 
     def describe(number: int) -> tuple[Category, str]:

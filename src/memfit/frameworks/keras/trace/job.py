@@ -1,11 +1,16 @@
 """Opens a compiled Keras model as a job: checks what the user gave and traces it on the backend that Keras runs on."""
 
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import keras
+import numpy as np
 
 from memfit.core.device import Device
 from memfit.core.errors import BadInput, MissingDependency, StepFailed, how_to_install
@@ -13,21 +18,87 @@ from memfit.core.estimate import Note
 from memfit.core.job import AUTOCASTS, Job
 from memfit.core.settings import Settings
 from memfit.core.trace import Trace
+from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.batch import Batch, open_batch
 from memfit.frameworks.keras.model import build, check_inputs, check_model, has_own_step
-from memfit.frameworks.keras.trace.restoration import untouched
+
+_OBJECTS = (
+    keras.Layer,
+    keras.Loss,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+    keras.random.SeedGenerator,
+    internals.Variable,
+    internals.Tracker,
+)
+_CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
+
+
+@contextmanager
+def untouched(model: Any) -> Iterator[None]:
+    """Puts the model, its optimizer, metrics and seeds, and the random states back at the end."""
+    before = Snapshot([model, internals.global_seed_generator()])
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        before.restore()
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+class Snapshot:
+    """What an object of Keras, or several in a list, and all that they reach hold now.
+
+    Tracing builds optimizers and metrics, advances seeds and may change how the model is run. All of that is kept in
+    attributes of Keras's objects and in the lists, dictionaries and sets that they hold.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._saved: dict[int, tuple[Any, Any]] = {}
+        waiting = [value]
+        while waiting:
+            found = waiting.pop()
+            # TensorFlow shows the dictionaries and tuples of a layer through proxies.
+            found = getattr(found, "__wrapped__", found) if isinstance(found, dict | tuple) else found
+            if isinstance(found, tuple):
+                waiting.extend(tuple.__iter__(found))
+            elif isinstance(found, (*_CONTAINERS, *_OBJECTS)):
+                waiting.extend(self._note(found))
+
+    def _note(self, found: Any) -> list[Any]:
+        """Remembers an object or a container, and gives what it holds; nothing where it is known."""
+        if isinstance(found, _OBJECTS):
+            return [getattr(found, "__dict__", None)]
+        if id(found) in self._saved:
+            return []
+        if isinstance(found, dict):
+            contents: Any = dict.copy(found)
+            parts = list(contents.values())
+        else:
+            kind = next(kind for kind in _CONTAINERS if isinstance(found, kind))
+            parts = contents = list(kind.__iter__(found))
+        self._saved[id(found)] = (found, contents)
+        # Containers of Keras and TensorFlow keep books of their own.
+        return [*parts, getattr(found, "__dict__", None)]
+
+    def restore(self) -> None:
+        """Puts everything back; containers of Keras report each change, which nobody must hear of now."""
+        for container, contents in self._saved.values():
+            kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+            kind.clear(container)
+            if kind in (list, deque):
+                kind.extend(container, contents)
+            else:
+                kind.update(container, contents)
+
 
 _BACKENDS = ("torch", "jax", "tensorflow")
 
 
 class OpenModel:
-    """A Keras model whose step can be traced.
-
-    Args:
-        job: what to trace; its model is one of Keras.
-        device: where it will run.
-        batch_size: replaces the first dimension of the job's batch.
-    """
+    """A Keras model whose step can be traced, on the device, at the batch's own size or the given one."""
 
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
         self.device = device
@@ -61,12 +132,7 @@ class OpenModel:
         return batch
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
-        """The trace of the step.
-
-        Args:
-            batch_size: samples of one update; None: the batch as it was given.
-            settings: how the step is run; None: as it is.
-        """
+        """The trace of the step as settings run it, for the batch as it was given or one of another size."""
         if self._precision is not None and (settings is None or settings.precision is None):
             settings = replace(settings or Settings(), precision=self._precision)
         batch = self._packed(self.batch.resized(batch_size))
@@ -88,16 +154,7 @@ class OpenModel:
 def traced(
     model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None = None, backend: str
 ) -> Trace:
-    """The trace of a model's own step for the shapes of a batch; the model is left as it was.
-
-    Args:
-        model: compiled, where it is to be trained.
-        batch: its shapes.
-        device: where it will run.
-        training: `train_step` rather than `predict_step`.
-        settings: how the step is run; None: as it is.
-        backend: that traces it.
-    """
+    """The trace of a model's own step for the shapes of a batch; the model is left as it was."""
     tracer = import_module(f"memfit.frameworks.keras.trace.{backend}_backend")
     with untouched(model):
         build(model, batch, training=training)

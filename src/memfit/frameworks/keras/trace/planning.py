@@ -3,20 +3,22 @@
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 
+from memfit.core.device import Device, Kind
 from memfit.core.errors import MemfitError
+from memfit.core.job import AUTOCASTS
+from memfit.core.progress import doing
+from memfit.core.step_facts import StepFacts
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.fitted import check_split
-from memfit.frameworks.keras.apply.layer_state import listed, with_random_numbers, with_statistics
-from memfit.frameworks.keras.apply.units import Unit, units
+from memfit.frameworks.keras.apply.fitted import check_split, in_words, with_random_numbers, with_statistics
+from memfit.frameworks.keras.apply.units import units
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
 from memfit.frameworks.keras.model import build
-from memfit.frameworks.keras.trace.restoration import untouched
+from memfit.frameworks.keras.trace.job import untouched
 
 _TIMED_SAMPLES = 8
 _NUM_TIMED = 3
@@ -24,53 +26,51 @@ _NUM_TIMED = 3
 _SLOW_CONVOLUTIONS = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Splitting:
-    """What micro-batches do to a model.
-
-    Args:
-        refused: why its batches can't be split, or "".
-        approximate: why the parts only approximate the batch, or "".
-        random: whether layers draw random numbers, which are others for parts.
-    """
-
-    refused: str
-    approximate: str
-    random: bool
-
-
-def splitting(model: Any, batch: Batch) -> Splitting:
-    """What micro-batches do to a compiled model."""
+def facts_of(model: Any, batch: Batch, target: Device) -> StepFacts:
+    """What of a compiled model can be split and recomputed, and how fast it is."""
+    backend = str(keras.backend.backend())
+    not_split, approximate, is_random = "", "", False
     with untouched(model):
-        # Layers of a model that was never called aren't there yet.
-        build(model, batch, training=True)
-        try:
-            check_split(model, approximate=True)
-        except MemfitError as error:
-            return Splitting(str(error), "", False)
-        statistics = with_statistics(model)
-        words = f"{listed(statistics)} use the statistics of each micro-batch" if statistics else ""
-        return Splitting("", words, bool(with_random_numbers(model)))
+        with doing("checking whether the batch can be split"):
+            # Layers of a model that was never called aren't there yet.
+            build(model, batch, training=True)
+            try:
+                check_split(model, approximate=True)
+                statistics, is_random = with_statistics(model), bool(with_random_numbers(model))
+                approximate = f"{in_words(statistics)} use the statistics of each micro-batch" if statistics else ""
+            except MemfitError as error:
+                not_split = str(error)
+        with doing("finding what can be recomputed"):
+            try:
+                parts = units(model, batch.x)
+                not_recomputed = "" if parts else "the model has no part that keeps more than its inputs"
+            except MemfitError as error:
+                parts, not_recomputed = (), str(error)
+    if not not_split and batch.batch_size is None:
+        not_split = "the arrays of the batch have no common first dimension"
+    moves = {"lora", "qlora"}
+    if backend == "tensorflow" and target.kind is Kind.CUDA:
+        from memfit.frameworks.keras.trace.tensorflow_backend import compiles_on
 
-
-def recomputable(model: Any, batch: Batch) -> tuple[tuple[Unit, ...], str]:
-    """(parts that can be computed again in order of execution, why there are none or "")."""
-    with untouched(model):
-        build(model, batch, training=True)
-        try:
-            found = units(model, batch.x)
-        except MemfitError as error:
-            return (), str(error)
-    return found, "" if found else "the model has no part that keeps more than its inputs"
+        # Whether compiling the step as a whole would be a change that helps.
+        if not model.jit_compile and not model.run_eagerly and not compiles_on(model, target, None):
+            moves.add("jit-compile")
+    return StepFacts(
+        framework=f"keras:{backend}",
+        precisions=AUTOCASTS,
+        moves=frozenset(moves),
+        parts=parts,
+        not_recomputed=not_recomputed,
+        not_split=not_split,
+        approximate=approximate,
+        draws_random_numbers=is_random,
+        loop_factor=loop_factor(model, on_host=target.kind is Kind.HOST),
+        time_forward=lambda: time_forward(model, batch),
+    )
 
 
 def loop_factor(model: Any, *, on_host: bool) -> float:
-    """Time of a sample in a loop over micro-batches over that in a whole batch (assumed).
-
-    Args:
-        model: the model.
-        on_host: whether it runs on the processor.
-    """
+    """Time of a sample in a loop over micro-batches over that in a whole batch (assumed)."""
     if not on_host or keras.backend.backend() != "jax":
         return 1.0
     has_convolutions = any("Conv" in type(layer).__name__ for layer in internals.layers_of(model))
@@ -98,14 +98,17 @@ def time_forward(model: Any, batch: Batch) -> tuple[float, float] | None:
 
 
 def _timed(model: Any, batch: Batch) -> float:
-    forward = _forward(model, mapped(_zeros, batch.x))
-    forward()
+    def zeros(spec: Spec) -> Any:
+        return np.zeros(spec.shape, "float32" if spec.dtype == "bfloat16" else spec.dtype)
+
+    forward = _forward(model, mapped(zeros, batch.x))
     times = []
-    for _ in range(_NUM_TIMED):
+    # The first is only to be compiled.
+    for _ in range(1 + _NUM_TIMED):
         started = time.perf_counter()
         forward()
         times.append(time.perf_counter() - started)
-    return min(times)
+    return min(times[1:])
 
 
 def _forward(model: Any, x: Any) -> Callable[[], Any]:
@@ -120,7 +123,3 @@ def _forward(model: Any, x: Any) -> Callable[[], Any]:
     trainable = [variable.value for variable in model.trainable_variables]
     others = [variable.value for variable in model.non_trainable_variables]
     return lambda: jax.block_until_ready(call(trainable, others, x))
-
-
-def _zeros(spec: Spec | None) -> Any:
-    return None if spec is None else np.zeros(spec.shape, "float32" if spec.dtype == "bfloat16" else spec.dtype)

@@ -8,11 +8,11 @@ import tensorflow as tf
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.settings import Settings
-from memfit.core.trace import Serving, Trace
+from memfit.core.trace import Trace
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, mapped
-from memfit.frameworks.keras.model import LayerNames, explained, has_own_step, held, optimizers_of, trace_of
+from memfit.frameworks.keras.model import LayerNames, explained, has_own_step, optimizers_of, trace_of, variables_of
 from memfit.frameworks.tensorflow.trace.tracing import StepVariable, XlaRefused, trace_step
 
 _ASSUMED = Note(
@@ -39,13 +39,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
 
 
 def compiles_on(model: Any, device: Device, settings: Settings | None) -> bool:
-    """Whether Keras would have the step compiled on the device, other than here: it looks for a GPU in `compile`.
-
-    Args:
-        model: compiled.
-        device: the target.
-        settings: how the step is run; None: as it is.
-    """
+    """Whether Keras would have the step compiled on the device, other than here: it looks for a GPU in `compile`."""
     if device.kind is not Kind.CUDA or model.jit_compile or model.run_eagerly:
         return False
     if settings is not None and settings.jit_compile is not None:
@@ -60,7 +54,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
         # A step of the model's own makes the variables of the optimizers that it really uses, as in `fit`.
         if training and not has_own_step(model) and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        data = mapped(lambda spec: None if spec is None else tf.TensorSpec(spec.shape, spec.dtype), batch.data)
+        data = mapped(lambda spec: tf.TensorSpec(spec.shape, spec.dtype), batch.data)
         step = model.train_step
         if not training:
             step, data = model.predict_step, (data[0],) if isinstance(data, tuple) else (data,)
@@ -69,7 +63,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
         plain = tf.autograph.experimental.do_not_convert(lambda data: step(data))
         with explained("TensorFlow"):
             function = tf.function(plain, jit_compile=jit_compile).get_concrete_function(data)
-        variables = held(model, training=training)
+        variables = variables_of(model, training=training)
         traced = trace_step(
             function,
             [StepVariable(internals.tensor_of(one.variable), one.category, one.module) for one in variables],
@@ -78,13 +72,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
             optimizers=[str(optimizer.name) for optimizer in optimizers_of(model)] if training else (),
             layers=LayerNames(model).paths,
         )
-        return trace_of(
-            traced.timeline,
-            variables,
-            model.trainable_variables if training else (),
-            notes=(*traced.notes, _EAGER) if training and model.run_eagerly else traced.notes,
-            batch_bytes=batch.size_bytes,
-            serving=Serving.BEST_FIT,
-            assigned_bytes=traced.assigned_bytes,
-            spread=traced.spread,
-        )
+        if training and model.run_eagerly:
+            traced = replace(traced, notes=(*traced.notes, _EAGER))
+        trained = model.trainable_variables if training else ()
+        return trace_of(replace(traced, batch_bytes=batch.size_bytes), variables, trained)

@@ -21,7 +21,7 @@ from memfit.core.trace import Trace
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, mapped
-from memfit.frameworks.keras.model import OPTIMIZER, Held, held, layer_paths, trace_of
+from memfit.frameworks.keras.model import OPTIMIZER, Held, layer_paths, trace_of, variables_of
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.random import random_replacements
 from memfit.frameworks.torch.shapes import failures
@@ -70,7 +70,9 @@ class _Tracer:
             stack.enter_context(_little_garbage())
             stack.enter_context(torch.inference_mode(False))
             self._swap(stack)
-            data = mapped(_as_tensor, batch.data)
+            data = mapped(
+                lambda spec: torch.empty(spec.shape, dtype=internals.torch_dtype(spec.dtype), device=META), batch.data
+            )
             stack.enter_context(keras.device("cuda" if self.on_cuda else "cpu"))
             # Keras makes a generator of random numbers on the device for each layer that draws some.
             generators = random_replacements(CudaDevices(self.device, 1), 1) if self.on_cuda else []
@@ -85,13 +87,8 @@ class _Tracer:
             recorder.stop()
             trained = list(model.trainable_variables) if self.training else []
         notes = tuple(self.simulation.notes.found.values())
-        return trace_of(
-            recorder.timeline(),
-            self.variables,
-            trained,
-            notes=(*notes, _NOT_COMPILED) if self.training and model.jit_compile is True else notes,
-            batch_bytes=batch.size_bytes,
-        )
+        notes = (*notes, _NOT_COMPILED) if self.training and model.jit_compile is True else notes
+        return trace_of(Trace(recorder.timeline(), notes, 0, 0, batch.size_bytes), self.variables, trained)
 
     def _swap(self, stack: ExitStack) -> None:
         """Puts shape-only tensors into every variable of the model."""
@@ -101,7 +98,7 @@ class _Tracer:
                 if not isinstance(module, keras.Layer):
                     # Lists of parameters that Keras keeps for PyTorch, and modules of PyTorch inside of layers.
                     stack.enter_context(swapped(module, copies))
-        for one in held(self.model, training=self.training):
+        for one in variables_of(self.model, training=self.training):
             one.variable._value = copies.of(internals.tensor_of(one.variable))
         seeds = internals.global_seed_generator()
         if seeds is not None:
@@ -115,7 +112,7 @@ class _Tracer:
         if self.training and model.optimizer is not None and not model.optimizer.built:
             with failures.explained("optimizer"):
                 model.optimizer.build(model.trainable_variables)
-        self.variables = held(model, training=self.training)
+        self.variables = variables_of(model, training=self.training)
         for one in self.variables:
             tensor = internals.tensor_of(one.variable)
             if self.recorder.known(tensor):
@@ -170,7 +167,7 @@ class _Tracer:
 
     def _end_update(self, optimizer: Any) -> None:
         self._updating.__exit__(None, None, None)
-        if len(self.variables) != len(found := held(self.model, training=True)):
+        if len(self.variables) != len(found := variables_of(self.model, training=True)):
             # A further optimizer, which a training step of the model's own has just used for the first time.
             known = {id(one.variable) for one in self.variables}
             for one in found:
@@ -191,9 +188,3 @@ def _little_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _as_tensor(spec: Any) -> Any:
-    if spec is None:
-        return None
-    return torch.empty(spec.shape, dtype=internals.torch_dtype(spec.dtype), device=META)

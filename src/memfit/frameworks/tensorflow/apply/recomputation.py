@@ -24,14 +24,10 @@ def recomputed(
     *,
     compiled: bool,
 ) -> list[Any]:
-    """Calls `function(weights, inputs)`, keeping only its arguments for the backward pass.
+    """Calls the pure `function(weights, inputs)`, keeping only its arguments for the backward pass.
 
-    Args:
-        function: pure; returns a list of tensors.
-        weights: tensors that are kept anyway, such as values of variables.
-        trained: for each of the weights, whether a gradient is wanted.
-        inputs: tensors; the second computation waits until their gradient is needed.
-        compiled: whether XLA compiles the step.
+    Gradients go to inputs and to the weights that are `trained`; the second computation waits for those of the inputs.
+    `compiled` says whether XLA compiles the step.
     """
     num = len(weights)
     arguments = [tf.convert_to_tensor(value) for value in (*weights, *inputs)]

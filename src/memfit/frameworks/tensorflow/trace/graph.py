@@ -35,13 +35,7 @@ def item_bytes(data_type: Any) -> int:
 
 
 def graph_of(function: Any, *, on_gpu: bool = False, onednn: bool = False) -> Graph:
-    """The graph that TensorFlow runs for a `ConcreteFunction`, with the shape of every tensor.
-
-    Args:
-        function: the function.
-        on_gpu: whether it runs on a GPU.
-        onednn: whether oneDNN's kernels run it, on the host.
-    """
+    """The graph that TensorFlow runs for a `ConcreteFunction`, with the shape of every tensor."""
     # A build without kernels for GPUs complains about each of them; its optimizer then plans for the host's.
     device = GPU if on_gpu and tf.test.is_built_with_cuda() else HOST
     by_handle = {id(variable.handle): variable for variable in function.graph.variables}
@@ -140,11 +134,8 @@ def _position(name: str) -> tuple[str, int]:
 def _linked(definition: Any, properties: Mapping[str, Any], traced: Any) -> Graph:
     """The graph with its edges both ways.
 
-    Args:
-        definition: the optimized graph.
-        properties: what inference says of it.
-        traced: the graph before, which knows more shapes: a fused operator has the name and the result of the last of
-            its parts.
+    `traced`, the graph before optimization, knows more shapes: a fused operator has the name and the result of the last
+    of its parts.
     """
     before = {operation.name: operation for operation in traced.get_operations()}
     created = {name: number for number, name in enumerate(before)}

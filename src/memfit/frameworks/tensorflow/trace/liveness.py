@@ -19,38 +19,38 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from memfit.core.errors import StepFailed
-from memfit.frameworks.tensorflow.trace.frames import Frame, Iteration
-from memfit.frameworks.tensorflow.trace.inference import Inference
 from memfit.frameworks.tensorflow.trace.kernels import (
     ALIASES,
     INEXPENSIVE,
+    Inference,
     forwarded,
-    hidden_bytes,
     output_shape,
     scratch_bytes,
     seconds_of,
+)  # fmt: skip
+from memfit.frameworks.tensorflow.trace.memory import (
+    Buffer,
+    Frame,
+    Graph,
+    Iteration,
+    Lists,
+    Memory,
+    Node,
+    Shape,
+    Tensor,
+    tensor_bytes,
 )
-from memfit.frameworks.tensorflow.trace.lists import Lists
-from memfit.frameworks.tensorflow.trace.memory import Buffer, Graph, Memory, Node, Shape, Tensor, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Lived:
-    """What a run of a graph asked for.
+    """What a run of a graph asked for."""
 
-    Args:
-        buffers: everything that took memory, in order of its start.
-        num_ticks: allocations and frees.
-        peak_bytes: the most that lived at once.
-        num_runs: operators that ran, those in loops as often as they did.
-        guessed: operators whose choice only a real run can know.
-    """
-
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Buffer, ...]  # everything that took memory, in order of its start
     num_ticks: int
     peak_bytes: int
-    num_runs: int
-    guessed: tuple[str, ...]
+    num_runs: int  # operators that ran, those in loops as often as they did
+    guessed: tuple[str, ...]  # operators whose choice only a real run can know
 
 
 _MOST_RUNS = 5_000_000
@@ -62,23 +62,9 @@ _RESHAPES = frozenset({"Reshape", "Squeeze", "ExpandDims", "Bitcast"})
 _PARALLEL_ITERATIONS = 10
 
 
-def _frame_name(node: Node) -> str:
-    return str(node.definition.attr["frame_name"].s.decode())
-
-
 @final
 class Executor:
-    """Plays a graph through.
-
-    Args:
-        graph: what to run.
-        held: bytes of what each argument holds, from the number of its node; variables by their own name.
-        num_threads: threads that run operators.
-        on_gpu: operators are launched, not waited for, in the order in which they get ready.
-        onednn: whether oneDNN's kernels run, on the host.
-        inference: of shapes and integers, which runs of one graph share; a new one if None.
-        seed: 0: operators take as long as they usually do; otherwise each takes a little more or less time, at random.
-    """
+    """Plays a graph through."""
 
     def __init__(
         self,
@@ -87,20 +73,17 @@ class Executor:
         *,
         num_threads: int,
         on_gpu: bool,
-        onednn: bool,
         inference: Inference | None = None,
         seed: int = 0,
     ) -> None:
         self._graph = graph
         self._on_gpu = on_gpu
-        self._onednn = onednn
         self._random = random.Random(seed) if seed else None
         self._memory = Memory()
         self._lists = Lists(self._memory)
         self._inference = Inference() if inference is None else inference
         self._arguments: dict[int, Buffer] = {}
         self._frames: dict[tuple[Iteration, str], Frame] = {}
-        self._hidden: dict[tuple[int, Iteration], Buffer] = {}
         self._guessed: dict[str, None] = {}
         self._num_threads = 1 if on_gpu else max(1, num_threads)
         # Variables are replaced by assignments: what holds one now.
@@ -123,16 +106,10 @@ class Executor:
             for number, _ in node.inputs[:1]
             if node.op.startswith(("ResourceScatter", "ResourceSparseApply")) and number in self._variables
         }
-        # What oneDNN's pooling keeps for its gradient, which in the graph is no output.
-        self._pooled = {
-            number: made
-            for number, node in enumerate(graph.nodes)
-            for made, _ in node.inputs
-            if node.op == "MaxPoolGrad" and graph.nodes[made].op == "MaxPool"
-        }
-        self._has_gradient = set() if on_gpu else set(self._pooled.values())
         self._expected = [len(node.inputs) + len(node.controls) for node in graph.nodes]
-        self._num_entries = Counter(_frame_name(node) for node in graph.nodes if node.op == "Enter")
+        self._num_entries = Counter(
+            node.definition.attr["frame_name"].s.decode() for node in graph.nodes if node.op == "Enter"
+        )
         self._loop_merges = {
             number
             for number, node in enumerate(graph.nodes)
@@ -143,7 +120,7 @@ class Executor:
 
     def run(self) -> Lived:
         """The whole graph, once."""
-        graph = self._graph
+        graph, memory = self._graph, self._memory
         root = Frame(None).iterations[0]
         root.num_active = len(graph.roots)
         self._kept = set(graph.results)
@@ -184,7 +161,6 @@ class Executor:
             number, iteration, work = busy[thread]  # type: ignore[misc]
             busy[thread] = None
             self._finish(number, iteration, work, thread, inline, queues)
-        memory = self._memory
         return Lived(tuple(memory.buffers), memory.tick, memory.peak_bytes, runs, tuple(self._guessed))
 
     def _seconds(self, number: int, work: Any) -> float:
@@ -210,7 +186,7 @@ class Executor:
         inputs = [tensor for tensor in arrived if tensor is not None]
         needed = 0 if self._on_gpu else scratch_bytes(node)
         scratch = self._memory.allocate(needed, number) if needed else None
-        return self._outputs(number, node, inputs, iteration), inputs, scratch
+        return self._outputs(number, node, inputs), inputs, scratch
 
     def _finish(self, number: int, iteration: Iteration, work: Any, thread: int, inline: Any, queues: Any) -> None:
         """Gives back what the kernel no longer needs and hands its outputs on."""
@@ -224,10 +200,7 @@ class Executor:
                 if tensor.buffer is not None:
                     tensor.buffer.last = number
                 self._memory.release(tensor.buffer)
-            if number in self._pooled:
-                self._memory.release(self._hidden.pop((self._pooled[number], iteration), None))
-            if scratch is not None:
-                self._memory.release(scratch)
+            self._memory.release(scratch)
             self._deliver(number, node, iteration, outputs, ready)
             for port, tensor in enumerate(outputs):
                 if tensor is not None and (number, port) not in self._kept:
@@ -235,20 +208,13 @@ class Executor:
         iteration.num_active -= 1
         if not iteration.num_active:
             self._clean_up(iteration.frame, ready)
-        self._schedule(ready, inline[thread], queues[thread])
-
-    def _schedule(self, ready: list[tuple[int, Iteration]], inline: Any, queue: Any) -> None:
-        """Where what got ready waits (`ExecutorState::ScheduleReady`)."""
-        waiting: list[tuple[int, Iteration]] = []
-        for task in ready:
-            if self._on_gpu or self._graph.nodes[task[0]].op in INEXPENSIVE:
-                inline.append(task)
-            else:
-                waiting.append(task)
-        if waiting and not inline:
-            inline.append(waiting.pop())
-        for task in waiting:
-            queue.appendleft(task)
+        # Where what got ready waits (`ExecutorState::ScheduleReady`).
+        is_cheap = [self._on_gpu or self._graph.nodes[task[0]].op in INEXPENSIVE for task in ready]
+        inline[thread].extend(task for task, cheap in zip(ready, is_cheap, strict=True) if cheap)
+        waiting = [task for task, cheap in zip(ready, is_cheap, strict=True) if not cheap]
+        if waiting and not inline[thread]:
+            inline[thread].append(waiting.pop())
+        queues[thread].extendleft(waiting)
 
     # Edges, loops and paths that aren't taken.
 
@@ -258,7 +224,7 @@ class Executor:
         target: Iteration | None = iteration
         dead = outputs is None
         if node.op == "Enter":
-            name = _frame_name(node)
+            name = node.definition.attr["frame_name"].s.decode()
             if (iteration, name) not in self._frames:
                 limit = int(node.definition.attr["parallel_iterations"].i) or _PARALLEL_ITERATIONS
                 self._frames[iteration, name] = Frame(iteration, name, self._num_entries[name], limit)
@@ -267,7 +233,7 @@ class Executor:
             if node.definition.attr["is_constant"].b and outputs is not None:
                 tensor = outputs[0]
                 assert tensor is not None
-                frame.constants.append((number, self._memory.same(tensor, tensor.shape)))
+                frame.constants.append((number, self._memory.same(tensor)))
                 for later in frame.iterations[1:]:
                     self._pass(number, later, outputs, False, ready)
             self._pass(number, frame.iterations[0], outputs, dead, ready)
@@ -275,25 +241,23 @@ class Executor:
             if not frame.num_entries:
                 self._clean_up(frame, ready)
             return
+        frame = iteration.frame
         if node.op == "Exit":
-            target = None if dead else iteration.frame.parent
-            if dead and iteration is iteration.frame.iterations[-1]:
-                iteration.frame.dead_exits.append(number)
+            target = None if dead else frame.parent
+            if dead and iteration is frame.iterations[-1]:
+                frame.dead_exits.append(number)
+        elif node.op == "NextIteration" and outputs is None:
+            target = None
+        elif node.op == "NextIteration" and iteration.number + 1 < len(frame.iterations):
+            target = frame.iterations[iteration.number + 1]
+        elif node.op == "NextIteration" and frame.is_full:
+            assert outputs is not None and outputs[0] is not None
+            frame.waiting.append((number, self._memory.same(outputs[0])))
+            target = None
         elif node.op == "NextIteration":
-            target = None if outputs is None else self._following(number, iteration, outputs[0], ready)
+            target = self._begin(frame, ready)
         if target is not None:
             self._pass(number, target, outputs, dead, ready)
-
-    def _following(self, number: int, iteration: Iteration, tensor: Tensor | None, ready: Any) -> Iteration | None:
-        """The next iteration, begun if it may; otherwise the tensor waits for it."""
-        frame = iteration.frame
-        if iteration.number + 1 < len(frame.iterations):
-            return frame.iterations[iteration.number + 1]
-        assert tensor is not None
-        if frame.is_full:
-            frame.waiting.append((number, self._memory.same(tensor, tensor.shape)))
-            return None
-        return self._begin(frame, ready)
 
     def _begin(self, frame: Frame, ready: Any) -> Iteration:
         later = frame.following()
@@ -370,7 +334,7 @@ class Executor:
 
     # Kernels.
 
-    def _outputs(self, number: int, node: Node, inputs: list[Tensor], iteration: Iteration) -> list[Tensor | None]:
+    def _outputs(self, number: int, node: Node, inputs: list[Tensor]) -> list[Tensor | None]:
         op = node.op
         if op in ("Placeholder", "_Arg", "VarHandleOp"):
             buffer = self._arguments.get(number)
@@ -393,21 +357,21 @@ class Executor:
             value = inputs[1].value
             if value is None:
                 self._guessed[node.name] = None
-            chosen = self._memory.same(inputs[0], inputs[0].shape)
+            chosen = self._memory.same(inputs[0])
             return [None, chosen] if value is None or bool(value) else [chosen, None]
         if op == "Merge":
-            return [self._memory.same(inputs[0], inputs[0].shape), None]
+            return [self._memory.same(inputs[0]), None]
         listed = self._lists.outputs(number, node, inputs)
         if listed is not None:
             return listed
         if op in ALIASES:
             if op == "IdentityN":
-                return [self._memory.same(tensor, tensor.shape) for tensor in inputs]
+                return [self._memory.same(tensor) for tensor in inputs]
             known = node.shapes[0] if node.shapes else None
             if known is None and op in _RESHAPES:
                 known = self._inferred(number, node, inputs)[0]
             return [self._memory.same(inputs[0], inputs[0].shape if known is None else known)]
-        return self._computed(number, node, inputs, iteration)
+        return self._computed(number, node, inputs)
 
     def _held(self, handle: Tensor) -> list[Buffer] | None:
         return self._variables.get(handle.value) if isinstance(handle.value, int) else None
@@ -445,7 +409,7 @@ class Executor:
         )
         return found if len(found) >= len(node.item_bytes) else [None] * len(node.item_bytes)
 
-    def _computed(self, number: int, node: Node, inputs: list[Tensor], iteration: Iteration) -> list[Tensor | None]:
+    def _computed(self, number: int, node: Node, inputs: list[Tensor]) -> list[Tensor | None]:
         """Outputs of an ordinary kernel: an input's place where the kernel takes it over, else memory of their own."""
         values = self._inference.values(
             number, node, [tensor.shape for tensor in inputs], [tensor.value for tensor in inputs]
@@ -462,26 +426,16 @@ class Executor:
             if shape is None:
                 shape = output_shape(node, port, [tensor.shape for tensor in inputs])
             size = tensor_bytes(shape, item_bytes)
-            buffer = None
             for place in forwarded(node, port):
-                given = inputs[place] if place < len(inputs) else None
-                if (
-                    given is not None
-                    and place not in taken
-                    and given.buffer is not None
-                    and given.buffer.refs == 1
-                    and tensor_bytes(given.shape, given.item_bytes) == size == given.buffer.size
-                    and given.item_bytes == item_bytes
-                ):
-                    buffer = given.buffer
+                given = inputs[place] if place < len(inputs) and place not in taken else None
+                buffer = None if given is None or given.item_bytes != item_bytes else given.buffer
+                if given is None or buffer is None or buffer.refs != 1:
+                    continue
+                if tensor_bytes(given.shape, item_bytes) == size == buffer.size:
                     buffer.refs += 1
                     taken.add(place)
                     break
-            if buffer is None:
+            else:
                 buffer = self._memory.allocate(size, number)
             outputs.append(Tensor(buffer, shape, item_bytes, value))
-        if number in self._has_gradient:
-            hidden = hidden_bytes(node, onednn=self._onednn)
-            if hidden:
-                self._hidden[number, iteration] = self._memory.allocate(hidden, number)
         return outputs

@@ -4,23 +4,24 @@ A step that XLA compiles is laid out by XLA; any other one runs operator by oper
 """
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import tensorflow as tf
 
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Note
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
+from memfit.core.trace import Serving, Trace
 from memfit.frameworks.tensorflow import internals
 from memfit.frameworks.tensorflow.trace.graph import graph_of, item_bytes
-from memfit.frameworks.tensorflow.trace.inference import Inference
+from memfit.frameworks.tensorflow.trace.kernels import Inference
 from memfit.frameworks.tensorflow.trace.liveness import Executor, Lived
 from memfit.frameworks.tensorflow.trace.memory import Buffer, Graph, tensor_bytes
-from memfit.frameworks.tensorflow.trace.scopes import Scopes, phase_of
-from memfit.frameworks.xla.buffers import held_before, turn_of
-from memfit.frameworks.xla.program import Program, num_processors
+from memfit.frameworks.xla.liveness import lay_out
+from memfit.frameworks.xla.program import Program, held_before, num_processors, turn_of
 from memfit.frameworks.xla.scratch import most_bytes, spread_of
 
 _VARIABLE = "variable "
@@ -34,6 +35,10 @@ _LIBRARIES = Note("libraries", "workspaces of cuDNN aren't counted")
 _STAND_IN = Note(
     "xla-cpu-layout", "XLA compiled the step for the host: its program for a GPU fuses and orders differently"
 )
+_NUMBERED = re.compile(r"(.*)_\d+")
+_BACKWARD = ("gradient_tape/", "gradients/")
+# A tape adds up the gradients of what is used more than once outside of all scopes.
+_SUM = re.compile(r"AddN(?:_\d+)?")
 
 
 class XlaRefused(StepFailed):
@@ -42,34 +47,11 @@ class XlaRefused(StepFailed):
 
 @dataclass(frozen=True, slots=True)
 class StepVariable:
-    """A variable that lives as long as the model.
-
-    Args:
-        variable: the `tf.Variable`.
-        category: what it is for.
-        module: dotted path of its layer.
-    """
+    """A variable that lives as long as the model."""
 
     variable: Any
     category: Category
     module: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TracedStep:
-    """What a step asks for.
-
-    Args:
-        timeline: every allocation; variables and the batch are there from the first tick on.
-        notes: what had to be assumed.
-        assigned_bytes: what XLA laid out for the whole step, variables and batch included; None without XLA.
-        spread: the least and the greatest peak in other orders of the operators, as multiples of the usual one.
-    """
-
-    timeline: Timeline
-    notes: tuple[Note, ...] = ()
-    assigned_bytes: int | None = None
-    spread: tuple[float, float] = (1.0, 1.0)
 
 
 def trace_step(
@@ -80,8 +62,8 @@ def trace_step(
     on_gpu: bool = False,
     optimizers: Sequence[str] = (),
     layers: Sequence[str] = (),
-) -> TracedStep:
-    """The memory of one call of a function.
+) -> Trace:
+    """The memory of one call of a function; sizes of parameters and batch are left at 0.
 
     Args:
         function: a `ConcreteFunction` of the whole training step, traced for TensorSpecs of concrete shapes.
@@ -101,7 +83,6 @@ def trace_step(
         # As many as TensorFlow has for operators.
         "num_threads": tf.config.threading.get_inter_op_parallelism_threads() or num_processors(),
         "on_gpu": on_gpu,
-        "onednn": onednn,
         "inference": Inference(),
     }
     lived = Executor(graph, held, **given).run()
@@ -115,7 +96,8 @@ def trace_step(
         names = ", ".join(lived.guessed[:3])
         notes.append(Note("branch", f"only the run decides which branch is taken at {names}: the first one is counted"))
     spread = min(peaks) / max(1, lived.peak_bytes), max(peaks) / max(1, lived.peak_bytes)
-    return TracedStep(_timeline(graph, lived, known, optimizers, layers), tuple(notes), spread=spread)
+    timeline = _timeline(graph, lived, known, optimizers, layers)
+    return Trace(timeline, tuple(notes), 0, 0, 0, serving=Serving.BEST_FIT, spread=spread)
 
 
 def _captured(function: Any) -> dict[int, Any]:
@@ -150,7 +132,7 @@ def _variable_bytes(entry: StepVariable) -> int:
 
 def _compiled(
     function: Any, variables: list[StepVariable], optimizers: Sequence[str], layers: Sequence[str], *, on_gpu: bool
-) -> TracedStep:
+) -> Trace:
     """What XLA lays out for the whole step."""
     by_handle = {id(entry.variable.handle): entry for entry in variables}
     captured = _captured(function)
@@ -162,13 +144,14 @@ def _compiled(
         return (Category.BATCH, "") if entry is None else (entry.category, entry.module)
 
     try:
-        program = Program(internals.compiled_text(function))
+        compiled = internals.compiled_text(function)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise XlaRefused(
             f"XLA can't compile the step: {text[:500]} Compile the model with jit_compile=False where it can't."
         ) from error
-    layout = program.layout
+    program = Program(compiled)
+    layout = lay_out(program.lives)
     # As many threads as TensorFlow gives to one program of XLA's.
     num_threads = tf.config.threading.get_intra_op_parallelism_threads() or num_processors()
     scratch = () if on_gpu else program.scratch(num_threads)
@@ -190,9 +173,8 @@ def _compiled(
     timeline = held_before(Timeline(blocks, timeline.num_ticks, timeline.marks), untouched)
     held = layout.constant_bytes + sum(_variable_bytes(entry) for entry in rest)
     total = layout.total_bytes + held + most_bytes(scratch)
-    if on_gpu:
-        return TracedStep(timeline, (_STAND_IN,), total)
-    return TracedStep(timeline, (), total, spread_of(total, scratch))
+    notes, spread = ((_STAND_IN,), (1.0, 1.0)) if on_gpu else ((), spread_of(total, scratch))
+    return Trace(timeline, notes, 0, 0, 0, serving=Serving.BEST_FIT, assigned_bytes=total, spread=spread)
 
 
 def _timeline(
@@ -207,10 +189,10 @@ def _timeline(
     backward = next((mark.tick for mark in marks if mark.phase is Phase.BACKWARD), None)
     blocks = []
     for buffer in lived.buffers:
-        op = graph.nodes[buffer.node].op if buffer.node >= 0 else ""
-        phase = phases[buffer.node] if buffer.node >= 0 else Phase.SETUP
-        category = _category(buffer, op, phases, backward)
-        module = scopes.module_of(names[buffer.node]) if buffer.node >= 0 else ""
+        op, phase, category, module = "", Phase.SETUP, Category.BATCH, ""
+        if buffer.node >= 0:
+            op, phase = graph.nodes[buffer.node].op, phases[buffer.node]
+            category, module = _category(buffer, op, phases, backward), scopes.module_of(names[buffer.node])
         if buffer.variable.startswith(_VARIABLE):
             entry = variables[int(buffer.variable.removeprefix(_VARIABLE))]
             category, module = entry.category, entry.module
@@ -219,8 +201,6 @@ def _timeline(
 
 
 def _category(buffer: Buffer, op: str, phases: list[Phase], backward: int | None) -> Category:
-    if buffer.node < 0:
-        return Category.BATCH
     if backward is None:
         return Category.TEMPORARY
     phase = phases[buffer.node]
@@ -247,3 +227,48 @@ def _marks(lived: Lived, phases: list[Phase]) -> tuple[Mark, ...]:
         if after:
             marks.append(Mark(min(after), Phase.OPTIMIZER, 1))
     return tuple(marks)
+
+
+def phase_of(name: str, optimizers: Iterable[str] = ()) -> Phase:
+    """The part of the step that an operator runs in, from its name; optimizers have scopes of their own."""
+    if any(scope in name for scope in _BACKWARD) or _SUM.fullmatch(name):
+        return Phase.BACKWARD
+    first = name.partition("/")[0]
+    numbered = _NUMBERED.fullmatch(first)
+    scopes = {first, numbered[1] if numbered else first}
+    return Phase.FORWARD if scopes.isdisjoint(optimizers) else Phase.OPTIMIZER
+
+
+@final
+class Scopes:
+    """Finds layers, given as dotted paths, by the scopes of operators.
+
+    Layers of Keras open a scope of their name, and TensorFlow adds a number where the scope exists already: the
+    operators of the layer "conv2d" may stand under "conv2d_1" while those of the layer "conv2d_1" stand under
+    "conv2d_1_2".
+    """
+
+    def __init__(self, layers: Iterable[str], names: Iterable[str]) -> None:
+        self._children: dict[str, set[str]] = {}
+        for path in layers:
+            parent, _, name = path.rpartition(".")
+            self._children.setdefault(parent, set()).add(name)
+        seen = {part for name in names for part in name.split("/")}
+        self._numbered = {match[1] for match in map(_NUMBERED.fullmatch, seen) if match}
+        self._found: dict[str, str] = {}
+
+    def module_of(self, name: str) -> str:
+        """The dotted path of the innermost layer around an operator, "" outside of all."""
+        scope = name.rpartition("/")[0]
+        if scope not in self._found:
+            path = ""
+            for part in scope.split("/"):
+                children = self._children.get(path, set())
+                match = _NUMBERED.fullmatch(part)
+                child = match[1] if match and match[1] in children else ""
+                # Both may be layers: where the one of this very name has a numbered scope, this one is of the other.
+                if part in children and not (child and part in self._numbered):
+                    child = part
+                path = f"{path}.{child}".lstrip(".") if child else path
+            self._found[scope] = path
+        return self._found[scope]

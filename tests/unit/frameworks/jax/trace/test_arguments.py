@@ -108,7 +108,7 @@ def test_an_empty_batch_is_refused():
 def test_the_note_names_each_argument():
     leaves = roles.assign((PARAMETERS, IMAGES), (PARAMETERS, LOSS))
 
-    assert roles.taken_for(leaves, ["weights", "x"]).text.endswith("parameter: weights; input batch: x")
+    assert roles.classified(leaves, ["weights", "x"]).text.endswith("parameter: weights; input batch: x")
 
 
 def test_arrays_of_numpy_count_as_what_jax_makes_of_them():

@@ -1,16 +1,22 @@
 """Jobs of JAX."""
 
+import functools
+
 import numpy as np
 import pytest
 
+from memfit.catalogue import find_device
 from memfit.core.device import Device, Kind, Origin
-from memfit.core.errors import BadBatch, BadInput
+from memfit.core.errors import BadBatch, BadInput, StepFailed
 from memfit.core.job import Job
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category
-from memfit.frameworks.jax.trace.job import is_step, open_job
+from memfit.core.trace import Serving
+from memfit.frameworks.jax.trace import job as jobs
+from memfit.frameworks.jax.trace.job import OpenTraining, is_step, open_job
 
 jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
 jnp = jax.numpy
 Shape = jax.ShapeDtypeStruct
 HOST = Device("cpu", "CPU", Kind.HOST, None, None, Origin.MEASURED)
@@ -108,3 +114,169 @@ def test_bad_batch_sizes_are_refused():
         open_job(Job(step, None, (WEIGHTS, BATCH)), HOST, 0)
     with pytest.raises(BadBatch, match="share no first dimension"):
         open_job(Job(step, None, (WEIGHTS, uneven)), HOST, 4)
+
+
+CPU = find_device("cpu")
+PARAMS = {"w": jax.ShapeDtypeStruct((8, 16), "float32"), "v": jax.ShapeDtypeStruct((16, 1), "float32")}
+TRAINED_BATCH = (jax.ShapeDtypeStruct((32, 8), "float32"), jax.ShapeDtypeStruct((32,), "float32"))
+
+
+def loss(params, batch):
+    x, y = batch
+    return jax.numpy.mean((jax.numpy.tanh(x @ params["w"]) @ params["v"][:, 0] - y) ** 2)
+
+
+def opened_training(batch_size=None, **changes):
+    return open_job(
+        Job(**{"model": loss, "batch": (PARAMS, TRAINED_BATCH), "optimizer": optax.adam(1e-3), **changes}),
+        CPU,
+        batch_size,
+    )
+
+
+def test_a_loss_with_an_optimizer_is_opened_as_a_step():
+    job = opened_training()
+    assert isinstance(job, OpenTraining)
+    assert (job.name, job.batch_size, opened_training(8).batch_size) == ("loss", 32, 8)
+
+
+def test_the_trace_has_what_the_step_holds():
+    trace = opened_training().trace(None)
+    weights = 4 * (8 * 16 + 16)
+    assert trace.state_bytes == {
+        Category.PARAMETER: weights,
+        Category.GRADIENT: weights,
+        Category.OPTIMIZER_STATE: 2 * weights + 4,
+    }
+    assert trace.num_parameters == weights // 4 and trace.batch_bytes == 4 * 32 * 9
+    assert trace.serving is Serving.BEST_FIT
+    # Without donation, old and new are there at once.
+    assert trace.assigned_bytes > 2 * 3 * weights
+    donated = opened_training().trace(None, Settings(donate=True))
+    # With it, results are in the arguments' places; scratch memory counts where results aren't there yet.
+    assert donated.assigned_bytes < trace.assigned_bytes - weights
+    modules = {block.module for block in trace.timeline.blocks if block.category is Category.PARAMETER}
+    assert {"w", "v"} <= modules
+
+
+def test_more_samples_take_more():
+    job = opened_training()
+    assert job.trace(64).assigned_bytes > job.trace(None).assigned_bytes
+
+
+def test_the_forward_pass_is_timed_on_shapes():
+    sample, call = opened_training().time_forward()
+    assert sample > 0 and call >= 0
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "changes", "size"),
+    [
+        (BadInput, "followed by its parameters and one batch, but 3 things", {"batch": (PARAMS, 1, 2)}, None),
+        (BadBatch, "can't have 4 of them", {"batch": (PARAMS, jax.ShapeDtypeStruct((), "float32"))}, 4),
+        (StepFailed, "TypeError: dot_general", {"batch": (PARAMS, (TRAINED_BATCH[1], TRAINED_BATCH[1]))}, None),
+    ],
+)
+def test_bad_input_is_told(error, text, changes, size):
+    with pytest.raises(error, match=text):
+        opened_training(size, **changes).look()
+
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+VECTOR = jax.ShapeDtypeStruct((4,), "float32")
+
+
+def test_plain_functions_hold_what_is_no_array():
+    def step(x, training, name):
+        assert name == "a"
+        return x if training else 2 * x
+
+    lowered = jobs.lower(step, (VECTOR, True, "a"))
+
+    assert lowered.out_info.shape == (4,)
+
+
+def test_steps_of_equinox_take_shapes():
+    equinox = pytest.importorskip("equinox")
+
+    @equinox.filter_jit(donate="all")
+    def step(model, x):
+        return equinox.tree_at(lambda m: m.weight, model, model.weight * x[0])
+
+    model = equinox.nn.Linear(3, 4, key=jax.random.key(0))
+
+    lowered = jobs.lower(step, (model, VECTOR))
+
+    assert all(info.donated for info in jax.tree.leaves(lowered.args_info))
+
+
+def test_values_that_are_needed_are_explained():
+    def step(x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+    with pytest.raises(StepFailed) as caught:
+        jobs.lower(step, (VECTOR,))
+
+    text = str(caught.value)
+    assert "TracerBoolConversionError" in text
+    assert "test_job.py" in text
+    assert "if x.sum() > 0:" in text
+    assert "use jnp.where or jax.lax.cond" in text
+
+
+@pytest.mark.parametrize("jit", [lambda step: step, jax.jit])
+def test_arrays_that_are_kept_are_explained(jit):
+    kept = []
+
+    def step(x):
+        total = x.sum()
+        kept.append(total)
+        return total
+
+    with pytest.raises(StepFailed, match="must not keep arrays anywhere but in its results"):
+        jobs.check_leaks(jit(step), (VECTOR,))
+    jobs.check_leaks(jit(jnp.sum), (VECTOR,))
+
+
+def test_leaked_arrays_that_are_used_are_explained():
+    kept = []
+    jax.eval_shape(kept.append, VECTOR)
+
+    with pytest.raises(StepFailed, match="must not keep arrays anywhere but in its results"), jobs.explained():
+        jnp.sin(kept[0])
+
+
+def test_other_failures_show_the_line():
+    def step(x):
+        return x @ jnp.ones((3, 3))
+
+    with pytest.raises(StepFailed, match=r"test_job\.py:\d+ in step: TypeError"):
+        jobs.lower(step, (VECTOR,))
+
+
+def test_arguments_that_a_step_does_not_take_are_refused():
+    def step(x, y):
+        return x + y
+
+    with pytest.raises(BadInput, match=r"step\(x, y\) can't be called with the 1 arguments given: missing a required"):
+        jobs.check_call(step, (VECTOR,))
+    jobs.check_call(step, (VECTOR, VECTOR))
+
+
+def test_steps_and_arguments_have_names():
+    def step(x, *rest):
+        return x
+
+    assert jobs.name_of(jax.jit(step)) == "step"
+    assert jobs.name_of(functools.partial(step, 1)) == "step"
+    assert jobs.argument_names(step, 3) == ["x", "argument 2", "argument 3"]
+
+
+def test_numbers_are_arrays_to_a_jitted_step():
+    step = jax.jit(lambda x, rate: x * rate.astype(x.dtype))
+    arguments = (jax.ShapeDtypeStruct((3,), "float32"), 0.1)
+    jobs.check_leaks(step, arguments)
+    assert jobs.lower(step, arguments).out_info.shape == (3,)

@@ -6,7 +6,7 @@ from keras import layers
 
 from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
-from memfit.frameworks.keras.apply.fitted import FittedModel, applied
+from memfit.frameworks.keras.apply.fitted import FittedModel, applied, in_words, with_random_numbers, with_statistics
 
 
 def made(*middle, compiled=True, **options):
@@ -123,3 +123,33 @@ def test_settings_are_undone_at_the_end(monkeypatch):
     with pytest.raises(ZeroDivisionError), applied(model, "settings", training=True):
         raise ZeroDivisionError
     assert done == [("settings", True, True), "undone"]
+
+
+def model():
+    inputs = layers.Input((4, 4))
+    hidden = layers.BatchNormalization(name="norm")(inputs)
+    frozen = layers.BatchNormalization(name="frozen")
+    frozen.trainable = False
+    hidden = layers.Dropout(0.5, name="drop")(layers.Dropout(0.0, name="none")(frozen(hidden)))
+    return keras.Model(inputs, layers.Dense(1)(layers.LSTM(3, dropout=0.1, name="lstm")(hidden)))
+
+
+def test_layers_that_keep_statistics_are_those_that_train_them():
+    assert with_statistics(model()) == ["norm"]
+
+
+def test_layers_that_draw_are_those_with_a_rate():
+    assert next(iter(with_random_numbers(model()))) == "drop"
+    assert "none" not in with_random_numbers(model())
+
+
+def test_spectral_normalization_changes_its_vector():
+    inputs = layers.Input((4,))
+    assert with_statistics(keras.Model(inputs, layers.SpectralNormalization(layers.Dense(2), name="sn")(inputs))) == [
+        "sn"
+    ]
+
+
+def test_a_long_list_is_cut():
+    assert in_words(["a", "b"]) == "'a', 'b'"
+    assert in_words(list("abcde")) == "'a', 'b', 'c' and 2 more"

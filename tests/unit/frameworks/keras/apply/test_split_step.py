@@ -5,9 +5,17 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from memfit.core.errors import BadModel
+from memfit.core.errors import BadBatch, BadModel
 from memfit.core.settings import Settings
-from memfit.frameworks.keras.apply.split_step import SplitStep
+from memfit.frameworks.keras.apply.split_step import (
+    SplitStep,
+    check_first_dimensions,
+    kind_of_loss,
+    kinds_of_added,
+    part_size,
+    splits,
+)
+from memfit.frameworks.keras.apply.weights import Kind
 
 
 class Spread(layers.Layer):
@@ -48,3 +56,105 @@ def test_a_batch_is_taken_apart_into_what_keras_takes_it_for():
     _, step = opened()
     x, y, weight, samples = step.open((np.zeros((4, 3)), np.zeros((4, 2))))
     assert (x.shape, y.shape, weight, samples) == ((4, 3), (4, 2), None, 4)
+
+
+def test_settings_ask_for_parts_by_number_or_by_size():
+    assert not splits(Settings())
+    assert splits(Settings(micro_batches=2))
+    assert splits(Settings(micro_batch_size=8))
+
+
+@pytest.mark.parametrize(("parts", "samples", "size"), [(3, 10, 4), (3, 9, 3), (20, 5, 1), (2, 1, 1)])
+def test_as_many_parts_as_asked_for_or_one_for_each_sample(parts, samples, size):
+    assert part_size(Settings(micro_batches=parts), samples) == size
+
+
+def test_the_size_of_a_part_holds_whatever_the_batch():
+    assert part_size(Settings(micro_batches=2, micro_batch_size=3), 100) == 3
+
+
+def test_arrays_of_a_batch_must_agree():
+    x = {"a": np.zeros((4, 2)), "b": keras.KerasTensor((None, 3))}
+    assert check_first_dimensions((x, np.zeros(4), None)) == 4
+    assert check_first_dimensions((keras.KerasTensor((None, 3)), None, None)) is None
+    with pytest.raises(BadBatch, match=r"shapes \(4, 2\), \(5,\). Give arrays that all have one row for each sample"):
+        check_first_dimensions((x, np.zeros(5), None))
+    with pytest.raises(BadBatch, match="a number without dimensions"):
+        check_first_dimensions((x, np.float64(1), None))
+
+
+SPEC = keras.KerasTensor((None, 4))
+
+
+def kind(function, weight=None):
+    loss = keras.src.losses.losses.LossFunctionWrapper(function)
+    return kind_of_loss(nullcontext, loss, SPEC, SPEC, weight)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda y, y_pred: ops.mean(ops.square(y - y_pred)), Kind.SAMPLES),
+        (lambda y, y_pred: ops.mean(ops.square(y - y_pred), axis=-1), Kind.SAMPLES),
+        (lambda y, y_pred: ops.sum(ops.square(y - y_pred)), Kind.SUM),
+        (lambda y, y_pred: ops.std(y - y_pred), Kind.NEITHER),
+        (lambda y, y_pred: ops.mean(ops.matmul(y_pred, ops.transpose(y)), axis=-1), Kind.NEITHER),
+        (lambda y, y_pred: y / 0, Kind.NEITHER),
+        (lambda y, y_pred: ops.sum(ops.relu(ops.abs(y - y_pred) - 1.0)), Kind.SUM),
+        (lambda y, y_pred: ops.mean(ops.relu(ops.abs(y - y_pred) - 5.0)), Kind.SAMPLES),
+        (lambda y, y_pred: ops.maximum(ops.mean(ops.square(y - y_pred)), 1.0), Kind.NEITHER),
+        (lambda y, y_pred: ops.mean(ops.square(y - y_pred)) + 1e-3 * ops.var(y_pred), Kind.NEITHER),
+        (lambda y, y_pred: 0.0 * ops.sum(y_pred), Kind.NEITHER),
+    ],
+)
+def test_a_loss_function_is_a_mean_a_sum_or_neither(function, expected):
+    assert kind(function) is expected
+
+
+def test_a_mean_is_none_of_weighted_samples():
+    assert kind(lambda y, y_pred: ops.mean(ops.square(y - y_pred)), keras.KerasTensor((None,))) is Kind.NEITHER
+
+
+def test_dice_relates_samples_unless_its_axes_keep_them_apart():
+    spec = keras.KerasTensor((None, 4, 4, 1))
+    assert kind_of_loss(nullcontext, keras.losses.Dice(), spec, spec, None) is Kind.NEITHER
+    assert kind_of_loss(nullcontext, keras.losses.Dice(axis=(1, 2, 3)), spec, spec, None) is Kind.SAMPLES
+
+
+class Adding(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(ops.mean(inputs))
+        self.add_loss(ops.sum(inputs))
+        self.add_loss(ops.var(inputs))
+        return inputs
+
+
+def test_losses_that_layers_add_are_told_apart_in_their_order():
+    inputs = layers.Input((4,))
+    model = keras.Model(inputs, Adding()(layers.Dense(3, kernel_regularizer="l2")(inputs)))
+    values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    found = kinds_of_added(nullcontext, model, values, SPEC)
+    assert found == [Kind.SAMPLES, Kind.SUM, Kind.NEITHER, Kind.SAMPLES]
+
+
+class AddingAboveThreshold(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(10.0 * ops.sum(ops.relu(ops.abs(inputs) - 3.0)))
+        return inputs
+
+
+def test_thresholds_and_weights_of_zero_hide_nothing():
+    inputs = layers.Input((4,))
+    dense = layers.Dense(3, kernel_initializer="ones", bias_regularizer="l2")
+    model = keras.Model(inputs, AddingAboveThreshold()(dense(inputs)))
+    values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+
+    assert kinds_of_added(nullcontext, model, values, SPEC) == [Kind.SUM, Kind.SAMPLES]
+
+
+def test_an_added_loss_that_is_nothing_on_all_numbers_tells_nothing():
+    inputs = layers.Input((4,))
+    model = keras.Model(inputs, AddingAboveThreshold()(layers.Dense(3, kernel_initializer="zeros")(inputs)))
+    values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+
+    assert kinds_of_added(nullcontext, model, values, SPEC) == [Kind.NEITHER]

@@ -13,7 +13,7 @@ import json, sys
 import keras, numpy as np, tensorflow as tf
 from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.steps import make_steps
-from memfit.frameworks.keras.guard.tensorflow_order import ordered
+from memfit.frameworks.keras.guard.data import ordered
 from memfit.frameworks.keras.guard import steps as steps_module
 from memfit.core.guarding import BrokenUpdate
 steps_module._LARGE_BYTES = 1

@@ -1,13 +1,23 @@
 """The data of a fit: its order, and the way back to a position."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
+import torch
 
 keras = pytest.importorskip("keras")
 
-from memfit.frameworks.keras.guard.data import Data, found_in_fit  # noqa: E402
+from memfit.frameworks.keras.guard import data as data_module  # noqa: E402
+from memfit.frameworks.keras.guard.data import (  # noqa: E402
+    Data,
+    found_in_fit,
+    order_seed,
+    random_states,
+    restore_random,
+    restore_torch,
+)
 
 
 class Iterator:
@@ -183,3 +193,51 @@ def test_keras_is_found_in_the_frame_of_fit():
     assert iterator is expected
     assert callbacks == [1, 2]
     assert found_in_fit() == (None, [])
+
+
+def test_each_pass_has_the_order_that_it_was_given(on_tensorflow):
+    assert on_tensorflow["order"] == [[[6, 5, 4], [3, 2, 1], [0]], [[0, 2, 4], [6, 1, 3], [5]]]
+
+
+def test_the_last_batch_may_be_smaller(on_tensorflow):
+    assert on_tensorflow["shapes"] == ["(None,)", "(None, 2)"]
+
+
+def draw():
+    return random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def test_all_generators_go_back():
+    found = random_states()
+    first = draw()
+    assert draw() != first
+
+    restore_random(found)
+
+    assert draw() == first
+
+
+def test_what_layers_draw_from_goes_back_alone():
+    found = random_states()
+    first = draw()
+
+    restore_torch(found)
+
+    again = draw()
+    assert again[2] == first[2]
+    assert again[0] != first[0] and again[1] != first[1]
+
+
+def test_a_seed_follows_from_those_of_the_script_and_draws_nothing(monkeypatch):
+    def seeds(number):
+        monkeypatch.setattr(data_module, "_count", itertools.count())
+        random.seed(number)
+        np.random.seed(number)
+        return order_seed(), order_seed()
+
+    first = seeds(1)
+    drawn = draw()
+
+    assert seeds(1) == first
+    assert draw()[:2] == drawn[:2]
+    assert len({*first, *seeds(2)}) == 4

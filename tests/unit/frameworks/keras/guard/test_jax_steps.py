@@ -9,7 +9,7 @@ jax = pytest.importorskip("jax")
 
 from memfit.core.guarding import BrokenUpdate  # noqa: E402
 from memfit.frameworks.keras.guard import variables  # noqa: E402
-from memfit.frameworks.keras.guard.jax_steps import JaxSteps  # noqa: E402
+from memfit.frameworks.keras.guard.jax_steps import BackendSteps  # noqa: E402
 
 
 def played(**attributes):
@@ -27,7 +27,7 @@ def played(**attributes):
 
 
 def test_batches_are_drawn_one_by_one():
-    steps = JaxSteps(played(), lambda batch: (steps.begin(batch), steps.run(batch))[1])
+    steps = BackendSteps(played(), lambda batch: (steps.begin(batch), steps.run(batch))[1])
     steps.install()
     state = ([jax.numpy.zeros(3)], [], [], [])
     batches = iter([jax.numpy.ones(2), jax.numpy.ones(3), jax.numpy.ones(4)])
@@ -42,7 +42,7 @@ def test_batches_are_drawn_one_by_one():
 
 
 def test_room_is_asked_for_before_the_state_is_given_away(monkeypatch):
-    steps = JaxSteps(played(), len)
+    steps = BackendSteps(played(), len)
     steps.install()
     batch = jax.numpy.ones(2)
     steps._state = ([jax.numpy.zeros(3)], [], [], [])
@@ -56,7 +56,7 @@ def test_room_is_asked_for_before_the_state_is_given_away(monkeypatch):
 
 
 def test_a_state_that_is_gone_is_said_to_be():
-    steps = JaxSteps(played(), len)
+    steps = BackendSteps(played(), len)
     steps._state = ([jax.numpy.zeros(3)], [], [], [])
     steps._state[0][0].delete()
 
@@ -69,7 +69,7 @@ def test_variables_get_their_values_back_after_a_failure(monkeypatch):
     model = played()
     groups = {name: [emptied] if name == variables.TRAINABLE else [] for name in variables.GROUPS}
     monkeypatch.setattr(variables, "grouped", lambda model: groups)
-    steps = JaxSteps(model, len)
+    steps = BackendSteps(model, len)
     steps.give_back()
     assert emptied._value is None
 
@@ -99,7 +99,7 @@ def test_after_a_change_of_the_model_the_step_is_traced_anew():
 
     model = Model()
     model.make_train_function()
-    steps = JaxSteps(model, lambda batch: steps.run(batch))
+    steps = BackendSteps(model, lambda batch: steps.run(batch))
     steps.install()
     batches = iter([jax.numpy.ones(2), jax.numpy.ones(2)])
     logs, state = steps.over(([jax.numpy.zeros(3)], [], [], []), batches)

@@ -9,7 +9,7 @@ from memfit.catalogue.host import resident_bytes  # noqa: E402
 from memfit.core.errors import BadModel  # noqa: E402
 from memfit.core.guarding import BadCheckpoint, BatchSize, CannotFit  # noqa: E402
 from memfit.core.settings import Settings  # noqa: E402
-from memfit.frameworks.keras.guard.loop import KerasLoop  # noqa: E402
+from memfit.frameworks.keras.guard.loop import KerasLoop, history_of  # noqa: E402
 from tests.unit.frameworks.keras.guard.models import build, data  # noqa: E402
 
 
@@ -89,10 +89,8 @@ def test_what_is_no_model_is_refused():
 
 
 def test_the_epoch_that_has_just_ended_is_in_the_history():
-    loop = object.__new__(KerasLoop)
-    loop.model = SimpleNamespace(history=SimpleNamespace(history={"loss": [1.0]}, epoch=[0]))
+    model = SimpleNamespace(history=SimpleNamespace(history={"loss": [1.0]}, epoch=[0]))
 
-    assert loop.history((1, {"loss": 0.5})) == {"history": {"loss": [1.0, 0.5]}, "epochs": [0, 1]}
-    assert loop.history((0, {"loss": 1.0})) == {"history": {"loss": [1.0]}, "epochs": [0]}
-    loop.model = None
-    assert loop.history(None) == {"history": {}, "epochs": []}
+    assert history_of(model, (1, {"loss": 0.5})) == {"history": {"loss": [1.0, 0.5]}, "epochs": [0, 1]}
+    assert history_of(model, (0, {"loss": 1.0})) == {"history": {"loss": [1.0]}, "epochs": [0]}
+    assert history_of(None, None) == {"history": {}, "epochs": []}

@@ -4,9 +4,10 @@ import keras
 import numpy as np
 
 from memfit.core.timeline import Category, Timeline
+from memfit.core.trace import Trace
 from memfit.frameworks.keras.script.loop_state import LoopState, handle_of, is_framework
 
-EMPTY = Timeline((), 0, ())
+EMPTY = Trace(Timeline((), 0, ()), (), 0, 0, 0)
 
 
 def network(name, *sizes):
@@ -29,7 +30,7 @@ def test_a_model_is_found_by_the_variables_that_a_turn_uses():
     assert [one.variable for one in state.held] == model.variables
     assert {one.module for one in state.held} == {model.layers[0].name}
     assert other.name not in str(state.layers)
-    assert state.trace(EMPTY, notes=(), batch_bytes=0).num_parameters == 36
+    assert state.trace(EMPTY).num_parameters == 36
 
 
 def test_of_models_inside_of_models_the_outermost_counts():
@@ -52,7 +53,7 @@ def test_optimizers_bring_their_state_and_the_gradients_of_what_they_update():
     model, optimizer = network("model", 4), keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
 
-    sizes = settled([model], [optimizer]).trace(EMPTY, notes=(), batch_bytes=0).state_bytes
+    sizes = settled([model], [optimizer]).trace(EMPTY).state_bytes
 
     assert sizes[Category.PARAMETER] == sizes[Category.GRADIENT] == 4 * 36
     assert sizes[Category.OPTIMIZER_STATE] >= 2 * 4 * 36

@@ -1,10 +1,12 @@
 import keras
 import numpy as np
 
+from memfit.catalogue import find_device
 from memfit.frameworks.keras.batch import read
-from memfit.frameworks.keras.trace.planning import loop_factor, recomputable, splitting, time_forward
+from memfit.frameworks.keras.trace.planning import facts_of, loop_factor, time_forward
 
 layers = keras.layers
+GPU = find_device("t4")
 
 
 def make(*middle, **options):
@@ -18,13 +20,13 @@ def values(model):
 
 
 def test_a_plain_model_can_be_split():
-    found = splitting(*make())
-    assert (found.refused, found.approximate, found.random) == ("", "", False)
+    found = facts_of(*make(), GPU)
+    assert (found.not_split, found.approximate, found.draws_random_numbers) == ("", "", False)
 
 
 def test_statistics_and_random_numbers_are_told():
-    found = splitting(*make(layers.BatchNormalization(name="norm"), layers.Dropout(0.5)))
-    assert "'norm'" in found.approximate and found.random and not found.refused
+    found = facts_of(*make(layers.BatchNormalization(name="norm"), layers.Dropout(0.5)), GPU)
+    assert "'norm'" in found.approximate and found.draws_random_numbers and not found.not_split
 
 
 class OwnStep(keras.Model):
@@ -43,14 +45,14 @@ def test_a_train_step_of_its_own_is_refused():
     model = OwnStep()
     model.compile("adam", "mse")
     batch = read((np.zeros((6, 8), "float32"), np.zeros((6, 2), "float32")))
-    assert "train_step of its own" in splitting(model, batch).refused
+    assert "train_step of its own" in facts_of(model, batch, GPU).not_split
     assert not model.dense.built, "the model was left built"
 
 
 def test_parts_that_can_be_recomputed_come_in_order():
-    found, reason = recomputable(*make(*(layers.Dense(64, activation="gelu", name=f"wide{n}") for n in range(4))))
-    assert bool(found) is not bool(reason)
-    assert all(unit.kept_bytes_per_sample > 0 and ("wide" in unit.path or "dense" in unit.path) for unit in found)
+    found = facts_of(*make(*(layers.Dense(64, activation="gelu", name=f"wide{n}") for n in range(4))), GPU)
+    assert bool(found.parts) is not bool(found.not_recomputed)
+    assert all(part.kept_bytes > 0 and ("wide" in part.path or "dense" in part.path) for part in found.parts)
 
 
 def test_the_forward_pass_is_timed_and_the_model_left_as_it_was():

@@ -11,7 +11,7 @@ SIZE = 1024
 
 
 def lived(made, held=None, **options):
-    settings = {"num_threads": 1, "on_gpu": False, "onednn": True, **options}
+    settings = {"num_threads": 1, "on_gpu": False, **options}
     return Executor(made, held or {}, **settings).run()
 
 
@@ -118,17 +118,6 @@ def test_an_assigned_tensor_becomes_the_variable():
     old, new = run.buffers
     assert old.end is not None
     assert new.end is None and new.variable == "variable 0"
-
-
-def test_pooling_keeps_its_places_until_its_gradient():
-    made = graph(
-        node("x", "Fill", shape=(16, 4, 4, 1)),
-        node("p", "MaxPool", ["x"], shape=(16, 2, 2, 1)),
-        node("g", "MaxPoolGrad", ["x", "p", "p"], shape=(16, 4, 4, 1)),
-    )
-    places = [b for b in lived(made).buffers if b.size == 64]
-    assert len(places) == 1 and places[0].end is not None
-    assert not [b for b in lived(made, onednn=False).buffers if b.size == 64]
 
 
 @pytest.mark.parametrize(("value", "taken"), [(True, "yes"), (False, "no")])

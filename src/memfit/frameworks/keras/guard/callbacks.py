@@ -1,40 +1,35 @@
-"""What callbacks have found out so far, as far as it is plain data: the best loss, epochs without progress.
+"""The callback by which Keras tells a guard where it is, and what other callbacks have found out so far.
 
-A callback keeps that in attributes beside its options. What has changed since training began is state; what hasn't is
-an option, and a script that is run again may have given another one.
+Of the latter, plain data are kept: the best loss, epochs without progress. A callback has them in attributes beside its
+options. What has changed since training began is state; what hasn't is an option, and a script that is run again may
+have given another one.
 """
 
 import contextlib
 import copy
 from typing import Any
 
+import keras
 import numpy
 
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.state_tree import Decoder, Encoder
 from memfit.core.typed_data import mismatch
+from memfit.frameworks.keras.guard.data import found_in_fit
 
 # `min_delta` is an option whose sign Keras turns after the first epoch of a process; stored, it would be turned twice.
 _NEVER = ("model", "_model", "params", "_params", "min_delta")
 
 
 class CallbackStates:
-    """The states of the callbacks of one call of `fit`.
-
-    Args:
-        callbacks: in Keras's order, without memfit's own.
-    """
+    """The states of the callbacks of one call of `fit`, in Keras's order, without memfit's own."""
 
     def __init__(self, callbacks: list[Any]) -> None:
         self._callbacks = callbacks
         self._first = [_plain(callback) for callback in callbacks]
 
     def to_json(self, encoder: Encoder) -> list[Any]:
-        """What has changed since the beginning, by callback.
-
-        Args:
-            encoder: takes the arrays.
-        """
+        """What has changed since the beginning, by callback; the encoder takes the arrays."""
         found = []
         for number, (callback, first) in enumerate(zip(self._callbacks, self._first, strict=True)):
             now = _plain(callback)
@@ -94,3 +89,29 @@ def _same(one: Any, other: Any) -> bool:
     if first.encode(one, "") != second.encode(other, ""):
         return False
     return all(numpy.array_equal(array, second.tensors[path]) for path, array in first.tensors.items())
+
+
+class FitCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
+    """Guards the `fit` whose callback it is; `keeper` is a `memfit.api.fit.GuardedFit`."""
+
+    def __init__(self, keeper: Any) -> None:
+        super().__init__()
+        self._keeper = keeper
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        iterator, callbacks = found_in_fit()
+        others = [callback for callback in callbacks if callback is not self]
+        self._keeper.train_begins(self.model, iterator, others, dict(self.params or {}))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._keeper.epoch_begins(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._keeper.epoch_ends(epoch, dict(logs or {}))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._keeper.train_ends()

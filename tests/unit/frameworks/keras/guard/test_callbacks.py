@@ -6,7 +6,8 @@ import pytest
 
 from memfit.core import tensor_file
 from memfit.core.state_tree import Decoder, Encoder
-from memfit.frameworks.keras.guard.callback_state import CallbackStates
+from memfit.frameworks.keras.guard.callbacks import CallbackStates, FitCallback
+from tests.unit.frameworks.keras.guard.models import build, data
 
 
 def decoder_of(encoder, path):
@@ -66,3 +67,27 @@ def test_the_least_change_that_counts_is_the_same_after_a_resume(tmp_path):
     again = made()
     CallbackStates([again]).load(found, decoder)
     assert again.min_delta == 0.5
+
+
+class Keeper:
+    def __init__(self):
+        self.told = []
+
+    def train_begins(self, model, iterator, callbacks, params):
+        self.told.append(("begins", iterator.num_batches, params["epochs"], len(callbacks)))
+
+    def epoch_begins(self, epoch):
+        self.told.append(("epoch", epoch))
+
+    def epoch_ends(self, epoch, logs):
+        self.told.append(("ended", epoch, sorted(logs)))
+
+    def train_ends(self):
+        self.told.append("ends")
+
+
+def test_a_fit_is_told():
+    keeper = Keeper()
+    build().fit(*data(), batch_size=4, verbose=0, callbacks=[FitCallback(keeper)])
+
+    assert keeper.told == [("begins", 3, 1, 1), ("epoch", 0), ("ended", 0, ["loss", "mae"]), "ends"]
