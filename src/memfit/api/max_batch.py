@@ -14,7 +14,7 @@ from memfit.core.replay import AllocatorOptions
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
 from memfit.estimator.estimator import checked_batch_size
-from memfit.reports.estimate import batches
+from memfit.reports.estimate import tables
 
 _LARGEST_BATCH = 2**24
 # Of the usable memory: estimates were off by up to 2.1% of measured peaks (docs/results).
@@ -50,11 +50,11 @@ class MaxBatch(Shown):
     def summary(self) -> str:
         """The answer, and what it takes."""
         needed, usable = format_size(self.estimate.peak_bytes), format_size(self.estimate.capacity_bytes)
-        sizes = batches.sizes(self.batch_size, self.limit)
+        sizes = tables.largest_batch(self.batch_size, self.limit)
         return f"of {self.estimate.subject}: {sizes}, {needed} of {usable} on {self.estimate.device.name}"
 
     def __str__(self) -> str:
-        return batches.format_batches(self.tried, self.batch_size, self.limit, self.estimate.device)
+        return str(tables.tried_batches(self.tried, self.batch_size, self.limit, self.estimate.device))
 
 
 def max_batch(

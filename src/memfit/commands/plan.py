@@ -28,7 +28,7 @@ from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.progress import announce
-from memfit.reports.estimate import device_tables
+from memfit.reports.estimate import tables
 from memfit.reports.plan import figures
 
 _FOR_TARGETS = ("batch_size", "optimizer", "sequence_length", "image_size")
@@ -144,7 +144,7 @@ def _plan_for_several(arguments: argparse.Namespace) -> int:
             [plan.to_json() if isinstance(plan, Plan) else _smallest_as_json(plan, device) for device, plan in plans]
         )
     else:
-        output.print_report(device_tables.plans(plans))
+        output.print_report(tables.plans(plans))
     return EXIT_FITS if all(isinstance(plan, Plan) for _, plan in plans) else EXIT_DOES_NOT_FIT
 
 

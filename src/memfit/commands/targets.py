@@ -5,14 +5,18 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from memfit.api.devices import resolve
 from memfit.api.jobs import mend_torchvision, named_optimizer
 from memfit.api.named_job import named_job
+from memfit.commands import output
 from memfit.commands.parser import suggestion
+from memfit.core.device import Device
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import OPTIMIZERS, PRECISIONS, Job, read_precision
 from memfit.core.progress import announce
@@ -109,6 +113,14 @@ def script_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
         raise BadInput("-m takes the name of a module, such as -m my_package.train, but none was given.")
     name, *given = arguments.module
     return name, [*given, *rest]
+
+
+@contextmanager
+def opened(target: str, arguments: argparse.Namespace) -> Iterator[tuple[Job, list[Device]]]:
+    """The job and the devices that the options name, and what is shown while they are worked on."""
+    with output.progress(f"tracing {target}", quiet=arguments.json):
+        # A name that is wrong is refused before the first trace.
+        yield load_job(target, arguments), [resolve(name) for name in arguments.devices or [None]]
 
 
 def load_job(target: str, arguments: argparse.Namespace) -> Job:

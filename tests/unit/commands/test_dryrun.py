@@ -108,7 +108,7 @@ def test_json_equals_what_the_api_says(folder, capfd):
     [
         ("complete", 0, ": fits"),
         ("oom", 3, "train.py would run out of memory on NVIDIA Tesla T4 at train.py:88, in step 1, forward"),
-        ("failure", 4, "failed for another reason than memory: ValueError: no (train.py:3)"),
+        ("failure", 4, "failed for a reason of its own: ValueError: no (train.py:3)"),
         ("SIGSEGV", 4, "train.py crashed: the process was ended by SIGSEGV"),
         ("no step", 5, "ended without an optimizer step, peak 1.13 GiB"),
     ],
@@ -152,7 +152,7 @@ def test_a_page_is_written(folder, capfd):
 def test_a_crash_leaves_no_page(folder, capfd):
     _, written = run(capfd, "-d", "t4", "--html", "memory.html", "train.py", "SIGKILL")
 
-    assert written.out.endswith("no page: the run left nothing to draw in memory.html\n")
+    assert written.out.endswith("no page was written to memory.html: the run recorded nothing to draw\n")
     assert not (folder / "memory.html").exists()
 
 
