@@ -28,7 +28,6 @@ QUICK_PAIRS = {
     "imagenet_classic",
     "gpt_trainer",
     "dcgan",
-    "vae",
     "dqn",
     "hf_trainer_gpt2",
     "hf_no_trainer_accelerate",
@@ -88,8 +87,8 @@ def quick(*args, **options):
 
 # Their peaks are data-dependent or have no counterpart in a job: that they run is what counts.
 STYLES = [
-    quick("diffusion", "diffusion.py"),
-    quick("moe", "moe.py"),
+    Case("diffusion", "diffusion.py"),
+    Case("moe", "moe.py"),
     quick("detection", "detection.py", "--images 16"),
     Case("simclr", "simclr.py", "--fp16-precision"),
     Case("rnn_ctc", "rnn_ctc.py"),

@@ -83,15 +83,7 @@ def max_batch(
         allocator: as for `estimate`.
         candidates: sizes to choose from; every whole number by default.
     """
-    sizes = None if candidates is None else list(candidates)
-    if sizes is not None:
-        message = f"candidates must be whole numbers from 1 up, such as [16, 32, 64], but {sizes} was given."
-        try:
-            sizes = sorted({checked_batch_size(size) for size in sizes})
-        except BadBatch:
-            sizes = []
-        if not sizes:
-            raise BadInput(message)
+    sizes = None if candidates is None else _checked(list(candidates))
     job = as_job(model, arguments, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
     target = resolve(device)
     if target.usable_bytes is None:
@@ -105,6 +97,16 @@ def max_batch(
                 "Give tensors whose first dimension is the batch."
             )
         return _Search(start, _NEIGHBOURS if estimator.scales else _FEW_NEIGHBOURS).run(sizes)
+
+
+def _checked(candidates: list[int]) -> list[int]:
+    try:
+        sizes = sorted({checked_batch_size(size) for size in candidates})
+    except BadBatch:
+        sizes = []
+    if not sizes:
+        raise BadInput(f"candidates must be whole numbers from 1 up, such as [16, 32, 64], but {candidates} was given.")
+    return sizes
 
 
 class _Search:
