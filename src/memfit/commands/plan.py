@@ -212,5 +212,5 @@ def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> int:
 def _smallest_as_json(error: PlanNotFound, device: Device | None = None) -> dict[str, Any]:
     """The plan that comes nearest, or what else is known of a device that nothing fits on."""
     known = {"fits": False} if device is None else {"fits": False, "device": asdict(device)}
-    found = known if error.smallest is None else error.smallest.to_json()
-    return {**found, "message": str(error), "device_that_would_do": error.device_name or None}
+    smallest = known if error.smallest is None else error.smallest.to_json()
+    return {**smallest, "message": str(error), "device_that_would_do": error.device_name or None}
