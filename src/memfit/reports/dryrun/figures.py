@@ -11,7 +11,7 @@ from memfit.core.timeline import Phase
 from memfit.core.units import format_size
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import printable
-from memfit.reports.parts import HARMLESS, KEEPS, Figure, Part, Report, note_line, sum_up
+from memfit.reports.parts import HARMLESS, KEEPS, Part, Report, note_line, sum_up
 
 REDIRECTED = "checkpoint-redirected"
 """Code of the notes on checkpoints, which have a part of their own."""
@@ -175,7 +175,7 @@ def parts(run: DryRun) -> list[Part]:
     return [part for part in all_parts if part.holds_something]
 
 
-def run_figures(run: DryRun) -> list[Figure]:
+def run_figures(run: DryRun) -> list[figures.Figure]:
     """The figures of the run's estimate that are known; bounds only where the whole of the steps was run."""
     if run.estimate is None:
         return []

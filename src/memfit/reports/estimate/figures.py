@@ -9,7 +9,8 @@ from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, OTHER_PROCESSES, Esti
 from memfit.core.printing import printable as printable
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
-from memfit.reports.parts import Figure, Part, Report, Row
+from memfit.reports.parts import Figure as Figure
+from memfit.reports.parts import Part, Report, Row
 
 OVERHEADS = (CACHED, CONTEXT, OTHER_PROCESSES)
 """Rows of a breakdown that belong to no block of the timeline."""

@@ -2,8 +2,8 @@
 
 from memfit.core.supervised import Attempt, Cause, Outcome, SupervisedRun
 from memfit.core.units import format_size
-from memfit.reports.estimate.figures import printable
-from memfit.reports.parts import Figure, Grid, Line, Part, Report
+from memfit.reports.estimate.figures import Figure, printable
+from memfit.reports.parts import Grid, Line, Part, Report
 
 _MEASURED, _GIVEN = "measured", "given"
 
