@@ -89,7 +89,9 @@ def from_plain(hint: Any, value: Any) -> Any:
 
 def made_of(kind: type[_Value], data: dict[str, Any]) -> _Value:
     """A dataclass made of plain data, as `from_plain` reads its fields; unknown names are left out."""
-    names, hints = _names(kind) & data.keys(), _hints(kind, with_bounds=False)
+    # As a key of the cache; mypy takes classes of unknown values for unhashable.
+    key: Any = kind
+    names, hints = _names(kind) & data.keys(), _hints(key, with_bounds=False)
     return kind(**{name: from_plain(hints[name], data[name]) for name in names})
 
 
