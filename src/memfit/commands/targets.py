@@ -133,8 +133,9 @@ def script_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
 def opened(target: str, arguments: argparse.Namespace) -> Iterator[tuple[Job, list[Device]]]:
     """The job and the devices that the options name, and what is shown while they are worked on."""
     with output.progress(f"tracing {target}", quiet=arguments.json):
-        # A name that is wrong is refused before the first trace.
-        yield load_job(target, arguments), [resolve(name) for name in arguments.devices or [None]]
+        # A name that is wrong is refused before a model is built.
+        devices = [resolve(name) for name in arguments.devices or [None]]
+        yield load_job(target, arguments), devices
 
 
 def load_job(target: str, arguments: argparse.Namespace) -> Job:
