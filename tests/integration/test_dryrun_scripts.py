@@ -144,10 +144,10 @@ WHOLE = [
 ]
 
 BAD = [
-    quick("exits_early", "bad/exits_early.py", "", "no step", 0, 5, says="run prepare.py first"),
+    Case("exits_early", "bad/exits_early.py", "", "no step", 0, 5, says="run prepare.py first"),
     quick("raises", "bad/raises.py", "", "failed", 0, 4, says="raises.py:18"),
     quick("no_step", "bad/no_step.py", "", "no step", 0, 5, says="24 predictions"),
-    quick("needs_two_devices", "bad/needs_two_devices.py", "", "failed", 0, 4, says="--count 2"),
+    Case("needs_two_devices", "bad/needs_two_devices.py", "", "failed", 0, 4, says="--count 2"),
     quick("custom_operator", "bad/custom_operator.py", "", "failed", 0, 4, says="fused_gate"),
     Case("spawns_process", "bad/spawns.py"),
     Case("spawns_subprocess", "bad/spawns.py", "--how subprocess"),
