@@ -39,7 +39,13 @@ def checkpointed(job):
     return job
 
 
-@pytest.fixture(scope="module", params=[("timm:vit_small_patch16_224", 32), ("hf:BertForSequenceClassification", 8)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("timm:vit_small_patch16_224", 32),
+        pytest.param(("hf:BertForSequenceClassification", 8), marks=pytest.mark.slow),
+    ],
+)
 def case(request):
     name, batch_size = request.param
     library = "timm" if name.startswith("timm") else "transformers"

@@ -281,7 +281,7 @@ def test_a_missing_gpu_is_told(folder, capsys, command, options):
     target = write(folder, "return nn.Linear(2, 3), loss, torch.ones(4, 2)")
 
     text = refuse(capsys, command, target, *options)
-    check(text, ["this machine has no CUDA device that PyTorch can use", "--device rtx-3090", "not of scripts"])
+    check(text, ["this machine has no CUDA device that PyTorch can use", "--device rtx-3090", "unlike scripts"])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ QUICK_PAIRS = {
     "imagenet_classic",
     "gpt_trainer",
     "dcgan",
-    "vae",
     "dqn",
     "hf_trainer_gpt2",
     "hf_no_trainer_accelerate",
@@ -88,8 +87,8 @@ def quick(*args, **options):
 
 # Their peaks are data-dependent or have no counterpart in a job: that they run is what counts.
 STYLES = [
-    quick("diffusion", "diffusion.py"),
-    quick("moe", "moe.py"),
+    Case("diffusion", "diffusion.py"),
+    Case("moe", "moe.py"),
     quick("detection", "detection.py", "--images 16"),
     Case("simclr", "simclr.py", "--fp16-precision"),
     Case("rnn_ctc", "rnn_ctc.py"),
@@ -145,10 +144,10 @@ WHOLE = [
 ]
 
 BAD = [
-    quick("exits_early", "bad/exits_early.py", "", "no step", 0, 5, says="run prepare.py first"),
+    Case("exits_early", "bad/exits_early.py", "", "no step", 0, 5, says="run prepare.py first"),
     quick("raises", "bad/raises.py", "", "failed", 0, 4, says="raises.py:18"),
     quick("no_step", "bad/no_step.py", "", "no step", 0, 5, says="24 predictions"),
-    quick("needs_two_devices", "bad/needs_two_devices.py", "", "failed", 0, 4, says="--count 2"),
+    Case("needs_two_devices", "bad/needs_two_devices.py", "", "failed", 0, 4, says="--count 2"),
     quick("custom_operator", "bad/custom_operator.py", "", "failed", 0, 4, says="fused_gate"),
     Case("spawns_process", "bad/spawns.py"),
     Case("spawns_subprocess", "bad/spawns.py", "--how subprocess"),

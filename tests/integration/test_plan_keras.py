@@ -16,7 +16,9 @@ def run(backend, *command):
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow), "tensorflow"])
+@pytest.mark.parametrize(
+    "backend", ["torch", *(pytest.param(backend, marks=pytest.mark.slow) for backend in ("jax", "tensorflow"))]
+)
 def test_a_plan_fits_trains_the_same_and_its_code_does_too(backend, tmp_path):
     pytest.importorskip(backend)
     done = run(backend, sys.executable, str(SCRIPT), str(tmp_path))
@@ -61,7 +63,7 @@ print(json.dumps({"plan": plan.after.peak_bytes, "part": peak(size), "batch": im
 """
 
 
-@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "tensorflow"])
 def test_a_plan_in_parts_takes_what_a_part_takes(backend):
     """Dense layers over images compute the sizes of their tensors when they run."""
     pytest.importorskip(backend)

@@ -35,7 +35,7 @@ def run(backend, folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow), "tensorflow"])
 def test_keras_trains_on_each_sample_once_in_the_streams_order(backend, tmp_path):
     found = run(backend, tmp_path)
 

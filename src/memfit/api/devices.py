@@ -28,12 +28,9 @@ def resolve(device: Any) -> Device:
 
 def own_gpu() -> Device:
     """This machine's GPU."""
-    # Others name no default.
-    own = (
-        None
-        if importlib.util.find_spec("torch") is None and {"keras", "jax"} & set(sys.modules)
-        else torch_adapter().own_gpu()
-    )
+    # Other frameworks name no default.
+    lacks_torch = importlib.util.find_spec("torch") is None and {"keras", "jax"} & set(sys.modules)
+    own = None if lacks_torch else torch_adapter().own_gpu()
     if own is None:
         raise BadInput(
             "this machine has no CUDA device that PyTorch can use, so there is no default. "

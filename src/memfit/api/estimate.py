@@ -13,7 +13,7 @@ from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import format_size
 from memfit.estimator.estimator import checked_batch_size
-from memfit.reports.estimate import text
+from memfit.reports.estimate import figures
 
 # What a device without bfloat16 does instead.
 _IN_FLOAT16 = {"amp-bf16": "amp-fp16", "bf16": "fp16"}
@@ -25,7 +25,7 @@ def _write_page(result: Estimate, path: str) -> None:
     page.write_page(result, path)
 
 
-estimate_results.reporters.use(text.format_estimate, _write_page)
+estimate_results.reporters.use(figures.format_estimate, _write_page)
 
 
 def estimate(

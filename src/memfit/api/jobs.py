@@ -16,14 +16,9 @@ from memfit.estimator.estimator import Estimator
 
 
 def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **options: Any) -> Job:
-    """A job from what the caller gave: one already, or its parts.
+    """A job from what the caller gave: a job, a model with loss and batch by place or name, or a step of JAX.
 
-    Args:
-        model: a job, a model, or a training step of JAX.
-        arguments: what followed it: loss and batch, or what the step takes.
-        loss: given by name.
-        batch: given by name.
-        options: of the job; those that are None are left as they are.
+    Options of the job that are None are left as they are.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(model, str):
@@ -97,13 +92,13 @@ def adapter_of(job: Job) -> Adapter:
     """The adapter of the framework that runs a job."""
     if job.loss is not None or (is_torch_module(job.model) and not is_keras_model(job.model)):
         # A model of Keras on PyTorch is a module of PyTorch, too, and a loop of one's own may train it as such.
-        torch: Adapter = torch_adapter()
-        return torch
-    # A turn of a loop in a script with Keras has no model that could be named.
-    if job.model is None or is_keras_model(job.model):
-        return keras_adapter()
-    jax: Adapter = jax_adapter()
-    return jax
+        adapter: Adapter = torch_adapter()
+    elif job.model is None or is_keras_model(job.model):
+        # A turn of a loop in a script with Keras has no model that could be named.
+        adapter = keras_adapter()
+    else:
+        adapter = jax_adapter()
+    return adapter
 
 
 def open_estimator(
@@ -116,10 +111,14 @@ def open_estimator(
     return Estimator(job, device, options or AllocatorOptions(), tracer, adapter.title)
 
 
+def _require(package: str, title: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MissingDependency(f"{title} is not installed. Install it with {how_to_install(package)}.")
+
+
 def require_torch() -> None:
     """Refuses to go on without PyTorch."""
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependency(f"PyTorch is not installed. Install it with {how_to_install('torch')}.")
+    _require("torch", "PyTorch")
 
 
 def torch_adapter() -> Any:
@@ -132,8 +131,7 @@ def torch_adapter() -> Any:
 
 def require_keras() -> None:
     """Refuses to go on without Keras, or without the backend that it is set to run on."""
-    if importlib.util.find_spec("keras") is None:
-        raise MissingDependency(f"Keras is not installed. Install it with {how_to_install('keras')}.")
+    _require("keras", "Keras")
     try:
         importlib.import_module("memfit.frameworks.keras.model")
     except ValueError as error:
@@ -161,8 +159,7 @@ def keras_adapter() -> Adapter:
 
 def jax_adapter() -> Any:
     """The adapter of JAX."""
-    if importlib.util.find_spec("jax") is None:
-        raise MissingDependency(f"JAX is not installed. Install it with {how_to_install('jax')}.")
+    _require("jax", "JAX")
     from memfit.frameworks.jax import adapter
 
     return adapter

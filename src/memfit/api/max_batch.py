@@ -14,7 +14,7 @@ from memfit.core.replay import AllocatorOptions
 from memfit.core.shown import Shown
 from memfit.core.units import format_size
 from memfit.estimator.estimator import checked_batch_size
-from memfit.reports.estimate import batches
+from memfit.reports.estimate import tables
 
 _LARGEST_BATCH = 2**24
 # Of the usable memory: estimates were off by up to 2.1% of measured peaks (docs/results).
@@ -50,11 +50,11 @@ class MaxBatch(Shown):
     def summary(self) -> str:
         """The answer, and what it takes."""
         needed, usable = format_size(self.estimate.peak_bytes), format_size(self.estimate.capacity_bytes)
-        sizes = batches.sizes(self.batch_size, self.limit)
+        sizes = tables.largest_batch(self.batch_size, self.limit)
         return f"of {self.estimate.subject}: {sizes}, {needed} of {usable} on {self.estimate.device.name}"
 
     def __str__(self) -> str:
-        return batches.format_batches(self.tried, self.batch_size, self.limit, self.estimate.device)
+        return str(tables.tried_batches(self.tried, self.batch_size, self.limit, self.estimate.device))
 
 
 def max_batch(
@@ -83,15 +83,7 @@ def max_batch(
         allocator: as for `estimate`.
         candidates: sizes to choose from; every whole number by default.
     """
-    sizes = None if candidates is None else list(candidates)
-    if sizes is not None:
-        message = f"candidates must be whole numbers from 1 up, such as [16, 32, 64], but {sizes} was given."
-        try:
-            sizes = sorted({checked_batch_size(size) for size in sizes})
-        except BadBatch:
-            sizes = []
-        if not sizes:
-            raise BadInput(message)
+    sizes = None if candidates is None else _checked(list(candidates))
     job = as_job(model, arguments, loss, batch, optimizer=optimizer, precision=precision, mode=mode)
     target = resolve(device)
     if target.usable_bytes is None:
@@ -105,6 +97,16 @@ def max_batch(
                 "Give tensors whose first dimension is the batch."
             )
         return _Search(start, _NEIGHBOURS if estimator.scales else _FEW_NEIGHBOURS).run(sizes)
+
+
+def _checked(candidates: list[int]) -> list[int]:
+    try:
+        sizes = sorted({checked_batch_size(size) for size in candidates})
+    except BadBatch:
+        sizes = []
+    if not sizes:
+        raise BadInput(f"candidates must be whole numbers from 1 up, such as [16, 32, 64], but {candidates} was given.")
+    return sizes
 
 
 class _Search:

@@ -9,9 +9,10 @@ nothing is left to try, or 128 and the number of a signal.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
+import memfit
 from memfit.commands import output
 from memfit.commands.parser import Parser, UsageError, add_aliases, nearest_options
 from memfit.core import interrupts as _interrupts
@@ -59,8 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Prevents and survives out-of-memory errors in training: estimate, plan, guard, stream.",
         epilog="Exit codes: 0 fits, 2 bad usage or input, 3 does not fit, 4 and 5 scripts only, 130 interrupted",
     )
-    parser.add_argument("--version", action="version", version=_version())
-    parser.set_defaults(run=_help_of(parser), parser=parser)
+    parser.add_argument("--version", action="version", version=f"memfit {memfit.__version__}")
+    parser.set_defaults(run=_print_help, parser=parser)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in _commands().items():
         summary, _, rest = (command.__doc__ or "").strip().partition("\n")
@@ -77,20 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _help_of(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """What is done where a command is missing: its help is shown."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        parser.print_help()
-        return EXIT_FITS
-
-    return run
-
-
-def _version() -> str:
-    from memfit import __version__
-
-    return f"memfit {__version__}"
+def _print_help(arguments: argparse.Namespace) -> int:
+    """What is done where a command is missing."""
+    arguments.parser.print_help()
+    return EXIT_FITS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

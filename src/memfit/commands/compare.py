@@ -10,7 +10,6 @@ Exit codes: 0 all fit, 3 at least one does not, 2 bad usage or input
 import argparse
 
 from memfit.api import estimate as _api
-from memfit.api.devices import resolve
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 
 
@@ -22,15 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimates each and shows them in one table."""
-    devices = [resolve(name) for name in arguments.devices or [None]]
     results = []
     for target in arguments.targets:
-        with output.progress(f"tracing {target}", quiet=arguments.json):
-            job = targets.load_job(target, arguments)
-            for device in devices:
-                results.append(_api.estimate(job, device=device, batch_size=arguments.batch_size))
+        with targets.opened(target, arguments) as (job, devices):
+            results += [_api.estimate(job, device=device, batch_size=arguments.batch_size) for device in devices]
     if arguments.json:
         output.print_json([result.to_json() for result in results])
     else:
-        output.print_comparison(results)
+        from memfit.reports.terminal import render_comparison
+
+        output.show(render_comparison(results))
     return EXIT_DOES_NOT_FIT if any(result.fits is False for result in results) else EXIT_FITS

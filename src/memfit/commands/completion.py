@@ -87,16 +87,17 @@ def _values(action: argparse.Action) -> list[str]:
 
 
 def _shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The arguments of a command that its help shows."""
     return [action for action in parser._actions if action.help != argparse.SUPPRESS]
 
 
 def _bash(parser: argparse.ArgumentParser, shell: str) -> str:
-    found = list(_parsers(parser))
+    all_commands = list(_parsers(parser))
     values, options = [], []
-    for name, other, children in found:
+    for name, command, children in all_commands:
         words = list(children)
         spelled: list[str] = []
-        for action in _shown(other):
+        for action in _shown(command):
             listed = [] if isinstance(action, argparse._SubParsersAction) else _values(action)
             words += [] if action.option_strings else listed
             spelled += action.option_strings
@@ -105,7 +106,7 @@ def _bash(parser: argparse.ArgumentParser, shell: str) -> str:
                 values.append(f"        {patterns}) list={shlex.quote(' '.join(listed))} ;;")
         both = f"words={shlex.quote(' '.join(words))} options={shlex.quote(' '.join(spelled))}"
         options.append(f'        "{name}") {both} ;;')
-    commands = "|".join(f'"{name}"' for name, _, _ in found if name != "memfit")
+    commands = "|".join(f'"{name}"' for name, _, _ in all_commands if name != "memfit")
     script = _BASH.format(shell=shell, commands=commands, values="\n".join(values), options="\n".join(options))
     # zsh runs what is written for bash.
     head = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"

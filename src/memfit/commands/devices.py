@@ -27,5 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         output.print_json([asdict(device) for device in devices])
     else:
-        output.print_devices(devices)
+        from memfit.reports.terminal import render_devices
+
+        output.show(render_devices(devices))
     return EXIT_FITS

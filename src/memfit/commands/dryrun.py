@@ -18,7 +18,6 @@ import argparse
 from memfit.api import dryrun as _api
 from memfit.commands import EXIT_INTERRUPTED, output, targets
 from memfit.core.dryrun import DryRun, DryRunOptions
-from memfit.core.errors import BadInput
 from memfit.core.progress import announce
 from memfit.processes.launch import Interrupted
 from memfit.reports.dryrun import figures
@@ -61,16 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script, reports, and says by its exit code how it went."""
     script, given = targets.script_of(arguments)
-    if arguments.device is None and {"-d", "--device"} & set(given):
-        raise BadInput(
-            "--device came after the script, so it was passed to the script. "
-            "Write it before: memfit dryrun --device a100-40gb train.py ..."
-        )
+    if arguments.device is None:
+        targets.check_device_before_script(given, "memfit dryrun --device a100-40gb train.py ...")
     targets.check_one_device(arguments, "a dry run")
-    for option, least in (("count", 1), ("steps", 1), ("scan", 1)):
-        value = getattr(arguments, option)
-        if value is not None and value < least:
-            raise BadInput(f"--{option} must be at least {least}, but {value} was given.")
+    targets.check_at_least(arguments, count=1, steps=1, scan=1)
     if arguments.html:
         output.check_writable(arguments.html)
     for folder in (*filter(None, [arguments.keep_checkpoints]), *arguments.allow_writes):

@@ -16,9 +16,8 @@ Exit codes: 0 fits, 3 does not fit (of several devices: on one of them), 2 bad u
 import argparse
 
 from memfit.api import estimate as _api
-from memfit.api.devices import resolve
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
-from memfit.reports.estimate import device_tables
+from memfit.reports.estimate import tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,23 +32,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         targets.check_one_device(arguments, "--html")
         output.check_writable(arguments.html)
-    with output.progress(f"tracing {arguments.target}", quiet=arguments.json):
-        job = targets.load_job(arguments.target, arguments)
-        # A name that is wrong is refused before the first trace.
-        devices = [resolve(name) for name in arguments.devices or [None]]
+    with targets.opened(arguments.target, arguments) as (job, devices):
         results = [_api.estimate(job, device=device, batch_size=arguments.batch_size) for device in devices]
-    if len(results) > 1:
-        if arguments.json:
-            output.print_json([result.to_json() for result in results])
-        else:
-            output.print_report(device_tables.estimates(results))
+    if arguments.html:
+        results[0].report(arguments.html)
+    if arguments.json:
+        documents = [result.to_json() for result in results]
+        output.print_json(documents if len(results) > 1 else documents[0])
+    elif len(results) > 1:
+        output.print_report(tables.estimates(results))
     else:
+        from memfit.reports.terminal import render_estimate
+
+        output.show(render_estimate(results[0]))
         if arguments.html:
-            results[0].report(arguments.html)
-        if arguments.json:
-            output.print_json(results[0].to_json())
-        else:
-            output.print_estimate(results[0])
-            if arguments.html:
-                print(f"\npage written to {arguments.html}")
+            print(f"\npage written to {arguments.html}")
     return EXIT_DOES_NOT_FIT if any(result.fits is False for result in results) else EXIT_FITS

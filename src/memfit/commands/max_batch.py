@@ -11,11 +11,10 @@ Exit codes: 0 found, 3 not even one sample fits (of several devices: on one of t
 import argparse
 
 from memfit.api import max_batch as _api
-from memfit.api.devices import resolve
 from memfit.commands import EXIT_DOES_NOT_FIT, EXIT_FITS, output, targets
 from memfit.core.errors import BadInput
 from memfit.core.printing import printable
-from memfit.reports.estimate import device_tables
+from memfit.reports.estimate import tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,31 +27,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Searches and reports."""
     candidates = _parse_candidates(arguments.candidates)
-    with output.progress(f"tracing {arguments.target}", quiet=arguments.json):
-        job = targets.load_job(arguments.target, arguments)
-        devices = [resolve(name) for name in arguments.devices or [None]]
+    with targets.opened(arguments.target, arguments) as (job, devices):
         results = [_api.max_batch(job, device=device, candidates=candidates) for device in devices]
     if arguments.json:
         data = [
             {
-                "batch_size": found.batch_size,
-                "limit": found.limit,
-                "device": found.estimate.device.name,
-                "tried": [{"batch_size": n, "peak_bytes": peak, "fits": fits} for n, peak, fits in found.tried],
+                "batch_size": result.batch_size,
+                "limit": result.limit,
+                "device": result.estimate.device.name,
+                "tried": [{"batch_size": n, "peak_bytes": peak, "fits": fits} for n, peak, fits in result.tried],
             }
-            for found in results
+            for result in results
         ]
         output.print_json(data[0] if len(data) == 1 else data)
     elif len(results) > 1:
         subject = results[0].estimate.subject
-        table = device_tables.batches(subject, [(found.batch_size, found.limit, found.estimate) for found in results])
-        output.print_report(table)
+        sizes = [(result.batch_size, result.limit, result.estimate) for result in results]
+        output.print_report(tables.batches(subject, sizes))
     else:
-        (found,) = results
-        output.print_max_batch(found.tried, found.batch_size, found.limit, found.estimate.device)
-        for note in found.estimate.notes if found.limit is not None else ():
+        (result,) = results
+        output.print_report(tables.tried_batches(result.tried, result.batch_size, result.limit, result.estimate.device))
+        for note in result.estimate.notes if result.limit is not None else ():
             print(f"note: {printable(note.text)}")
-    return EXIT_DOES_NOT_FIT if any(found.limit is None for found in results) else EXIT_FITS
+    return EXIT_DOES_NOT_FIT if any(result.limit is None for result in results) else EXIT_FITS
 
 
 def _parse_candidates(text: str | None) -> list[int] | None:

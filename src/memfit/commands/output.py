@@ -4,21 +4,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from memfit.core.device import Device
 from memfit.core.errors import BadFile
-from memfit.core.estimate import Estimate
-from memfit.core.printing import printable
 from memfit.core.progress import QUICK_SECONDS, announce, doing, is_seen
-from memfit.reports import terminal
 from memfit.reports.parts import Report
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.segment import Segment
+    from rich.console import RenderableType
 
 # A file or a pipe has no width of its own, and the 80 columns that rich assumes would break every table.
 _PIPE_COLUMNS = 160
@@ -112,47 +107,17 @@ def print_error(
     return exit_code
 
 
-def print_estimate(estimate: Estimate) -> None:
-    """Writes one estimate."""
-    _console().print(terminal.render_estimate(estimate))
-
-
 def print_report(report: Report, *, stderr: bool = False) -> None:
     """Writes a report."""
-    _console(stderr=stderr).print(terminal.render_report(report))
+    from memfit.reports.terminal import render_report
+
+    show(render_report(report), stderr=stderr)
 
 
-def print_comparison(estimates: Sequence[Estimate]) -> None:
-    """Writes estimates side by side."""
-    _console().print(terminal.render_comparison(estimates))
-
-
-def print_devices(devices: Sequence[Device]) -> None:
-    """Writes the catalogue."""
-    _console().print(terminal.render_devices(devices))
-
-
-def print_max_batch(
-    tried: Sequence[tuple[int, int, bool]], safe: int | None, limit: int | None, device: Device
-) -> None:
-    """Writes what a search for the largest batch found."""
-    _console().print(terminal.render_max_batch(tried, safe, limit, device))
-
-
-def _console(*, stderr: bool = False) -> "Console":
-    from rich.console import Console
-
-    class PipedConsole(Console):
-        def render(self, renderable: "RenderableType", options: "ConsoleOptions | None" = None) -> "Iterable[Segment]":
-            # Reports escape what they show; what they forget can't steer a terminal either.
-            for segment in super().render(renderable, options):
-                is_safe = segment.control is not None or segment.text.rstrip("\n").isprintable()
-                yield segment if is_safe else segment._replace(text=printable(segment.text, keep="\n"))
-
-        def on_broken_pipe(self) -> None:
-            # rich would end the program with exit code 1; `main` knows what to make of it.
-            raise BrokenPipeError
+def show(renderable: "RenderableType", *, stderr: bool = False) -> None:
+    """Writes what `memfit.reports.terminal` has drawn."""
+    from memfit.reports.terminal import SafeConsole
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_COLUMNS
-    return PipedConsole(width=width, stderr=stderr)
+    SafeConsole(width=width, stderr=stderr).print(renderable)

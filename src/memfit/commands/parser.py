@@ -54,9 +54,9 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[Any, ...]]:
         # A beginning is ambiguous only where several options have it: memfit's own names come before aliases.
-        found = super()._get_option_tuples(option_string)
-        own = [match for match in found if match[1] in match[0].option_strings]
-        return own or found[:1]
+        matches = super()._get_option_tuples(option_string)
+        own = [match for match in matches if match[1] in match[0].option_strings]
+        return own or matches[:1]
 
 
 def add_aliases(parser: argparse.ArgumentParser) -> None:

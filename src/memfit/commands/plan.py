@@ -28,7 +28,7 @@ from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.progress import announce
-from memfit.reports.estimate import device_tables
+from memfit.reports.estimate import tables
 from memfit.reports.plan import figures
 
 _FOR_TARGETS = ("batch_size", "optimizer", "sequence_length", "image_size")
@@ -121,11 +121,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise BadInput(f"one TARGET is planned at a time, but {arguments.rest[0]!r} was given as well.")
     if arguments.json and arguments.code:
         raise BadInput("--json and --code both write to standard output. Give one of them.")
-    if arguments.count < 1:
-        raise BadInput(f"--count must be at least 1, but {arguments.count} was given.")
-    for path in (arguments.save, arguments.html):
-        if path:
-            output.check_writable(path)
+    targets.check_at_least(arguments, count=1)
+    for path in filter(None, (arguments.save, arguments.html)):
+        output.check_writable(path)
 
 
 def _plan_for_several(arguments: argparse.Namespace) -> int:
@@ -144,7 +142,7 @@ def _plan_for_several(arguments: argparse.Namespace) -> int:
             [plan.to_json() if isinstance(plan, Plan) else _smallest_as_json(plan, device) for device, plan in plans]
         )
     else:
-        output.print_report(device_tables.plans(plans))
+        output.print_report(tables.plans(plans))
     return EXIT_FITS if all(isinstance(plan, Plan) for _, plan in plans) else EXIT_DOES_NOT_FIT
 
 
@@ -157,13 +155,7 @@ def _planned(arguments: argparse.Namespace, device: str | Device | None) -> Plan
         "count": arguments.count,
     }
     if arguments.script is not None:
-        script, given = _script(arguments)
-        module = script == "-m"
-        if module and not given:
-            raise BadInput(
-                "-m takes the dotted name of a module, such as --script -m my_package.train, but none was given."
-            )
-        script, given = (given[0], given[1:]) if module else (script, given)
+        script, given, module = _script(arguments)
         rare = memfit.PlanOptions(seconds=arguments.seconds, quiet_output=True)
         return memfit.plan_script(script, given, module=module, options=rare, **common)
     with output.progress(f"planning {arguments.target}", quiet=arguments.json):
@@ -173,8 +165,8 @@ def _planned(arguments: argparse.Namespace, device: str | Device | None) -> Plan
         return memfit.plan(job, options=rare, **common)
 
 
-def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:
-    """The script, and what it is given."""
+def _script(arguments: argparse.Namespace) -> tuple[str, list[str], bool]:
+    """The script or module, what it is given, and whether it is a module."""
     if not arguments.script:
         raise BadInput("--script takes the path of a script, such as --script train.py, but none was given.")
     for option in _FOR_TARGETS:
@@ -191,12 +183,16 @@ def _script(arguments: argparse.Namespace) -> tuple[str, list[str]]:
         )
     # argparse leaves what follows `--` to the positional arguments.
     rest = [] if arguments.target is None else ["--", arguments.target, *arguments.rest]
-    if arguments.device is None and arguments.budget is None and {"-d", "--device"} & set(given):
+    if arguments.device is None and arguments.budget is None:
+        targets.check_device_before_script(given, "memfit plan --device a100-40gb --script train.py ...")
+    words = [*given, *rest]
+    if name != "-m":
+        return name, words, False
+    if not words:
         raise BadInput(
-            "--device came after the script, so it was passed to the script. "
-            "Write it before: memfit plan --device a100-40gb --script train.py ..."
+            "-m takes the dotted name of a module, such as --script -m my_package.train, but none was given."
         )
-    return name, [*given, *rest]
+    return words[0], words[1:], True
 
 
 def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> int:
@@ -216,5 +212,5 @@ def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> int:
 def _smallest_as_json(error: PlanNotFound, device: Device | None = None) -> dict[str, Any]:
     """The plan that comes nearest, or what else is known of a device that nothing fits on."""
     known = {"fits": False} if device is None else {"fits": False, "device": asdict(device)}
-    found = known if error.smallest is None else error.smallest.to_json()
-    return {**found, "message": str(error), "device_that_would_do": error.device_name or None}
+    smallest = known if error.smallest is None else error.smallest.to_json()
+    return {**smallest, "message": str(error), "device_that_would_do": error.device_name or None}

@@ -17,7 +17,6 @@ import argparse
 
 from memfit.api import run as _run
 from memfit.commands import output, targets
-from memfit.core.errors import BadInput
 from memfit.core.progress import announce
 from memfit.core.supervised import Outcome, SupervisedRun
 from memfit.reports.run import figures as supervised_figures
@@ -49,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script, reports, and returns its exit code."""
     script, given = targets.script_of(arguments)
-    if arguments.retries < 0:
-        raise BadInput(f"--retries must be at least 0, but {arguments.retries} was given.")
+    targets.check_at_least(arguments, retries=0)
     if arguments.html:
         output.check_writable(arguments.html)
     result = _run.run(

@@ -5,14 +5,18 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from memfit.api.devices import resolve
 from memfit.api.jobs import mend_torchvision, named_optimizer
 from memfit.api.named_job import named_job
+from memfit.commands import output
 from memfit.commands.parser import suggestion
+from memfit.core.device import Device
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import OPTIMIZERS, PRECISIONS, Job, read_precision
 from memfit.core.progress import announce
@@ -30,8 +34,8 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
 
     Args:
         parser: of the command.
-        of_one_size: whether the size of the batch is given; a search for it has no use for that.
-        of_plan: whether they are those of a plan, which is for training and may choose the precision.
+        of_one_size: not a search for the size of the batch.
+        of_plan: those of a plan, which is for training and may choose the precision.
     """
     add_device_argument(parser, "a device (`memfit devices`), cpu, or a size such as 24GiB; several: t4,a10g")
     if of_one_size:
@@ -83,6 +87,20 @@ def check_one_device(arguments: argparse.Namespace, what: str) -> None:
         raise BadInput(f"{what} is for one device, but {', '.join(arguments.devices)} were given. Name one at a time.")
 
 
+def check_at_least(arguments: argparse.Namespace, **least: int) -> None:
+    """Refuses numbers below the least that an option takes; options that are missing are fine."""
+    for option, smallest in least.items():
+        value = getattr(arguments, option, None)
+        if value is not None and value < smallest:
+            raise BadInput(f"--{option.replace('_', '-')} must be at least {smallest}, but {value} was given.")
+
+
+def check_device_before_script(script_arguments: Sequence[str], command: str) -> None:
+    """Refuses a device that was named after the script, where no other is known."""
+    if {"-d", "--device"} & set(script_arguments):
+        raise BadInput(f"--device came after the script, so it was passed to the script. Write it before: {command}")
+
+
 def _as_name(given: str) -> str:
     """A name as memfit writes it: "SGD_momentum" is "sgd-momentum"."""
     return given.strip().lower().replace("_", "-")
@@ -111,12 +129,18 @@ def script_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     return name, [*given, *rest]
 
 
+@contextmanager
+def opened(target: str, arguments: argparse.Namespace) -> Iterator[tuple[Job, list[Device]]]:
+    """The job and the devices that the options name, and what is shown while they are worked on."""
+    with output.progress(f"tracing {target}", quiet=arguments.json):
+        # A name that is wrong is refused before a model is built.
+        devices = [resolve(name) for name in arguments.devices or [None]]
+        yield load_job(target, arguments), devices
+
+
 def load_job(target: str, arguments: argparse.Namespace) -> Job:
     """The job that `target` and the options describe."""
-    for option, least in (("batch_size", 1), ("sequence_length", 1), ("image_size", 1), ("workers", 0)):
-        value = getattr(arguments, option, None)
-        if value is not None and value < least:
-            raise BadInput(f"--{option.replace('_', '-')} must be at least {least}, but {value} was given.")
+    check_at_least(arguments, batch_size=1, sequence_length=1, image_size=1, workers=0)
     if target.partition(":")[0] in PREFIXES:
         job = named_job(
             target,
@@ -126,10 +150,9 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
         )
     else:
         job = _from_file(target)
-        for option in ("sequence_length", "image_size"):
-            if getattr(arguments, option) is not None:
-                name = option.replace("_", "-")
-                announce(f"--{name} is for named models; {target} makes its own batch")
+        for option, value in (("sequence-length", arguments.sequence_length), ("image-size", arguments.image_size)):
+            if value is not None:
+                announce(f"--{option} is for named models; {target} makes its own batch")
         if arguments.optimizer is not None:
             job = replace(job, optimizer=named_optimizer(arguments.optimizer))
     changes: dict[str, Any] = {}

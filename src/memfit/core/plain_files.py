@@ -36,7 +36,7 @@ def plain_size(path: Path) -> int:
 
     Raises:
         NotPlain: it is something else.
-        OSError: that can't be status out, or there is nothing.
+        OSError: it can't be looked at, or there is nothing.
     """
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):

@@ -24,15 +24,6 @@ _FRAMES = "|/-\\"
 _MAX_COLUMNS = 100
 
 
-def _columns(stream: TextIO) -> int:
-    """How long a line may be: the last column is left free, where some terminals wrap already."""
-    try:
-        columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError, AttributeError):
-        columns = 0
-    return min(_MAX_COLUMNS, (columns or shutil.get_terminal_size().columns) - 1)
-
-
 class _Shown(threading.local):
     """What this thread is doing, outermost first, and the line that shows it."""
 
@@ -89,12 +80,7 @@ def is_seen(stream: TextIO | None) -> bool:
 
 
 class _Line:
-    """The line, written by a thread of its own.
-
-    Args:
-        stream: where it goes.
-        text: what it says at first.
-    """
+    """The line, written by a thread of its own."""
 
     def __init__(self, stream: TextIO, text: str) -> None:
         self.text = text
@@ -113,8 +99,14 @@ class _Line:
             seconds = time.monotonic() - self._began
             frame = _FRAMES[int(seconds / _REFRESH_SECONDS) % len(_FRAMES)]
             taken = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-            # A line that wraps could not be written over, and each turn would add another.
-            room = _columns(self._stream) - len(f"{frame} memfit:  ({taken})")
+            try:
+                columns = os.get_terminal_size(self._stream.fileno()).columns
+            except (OSError, ValueError, AttributeError):
+                columns = 0
+            # A line that wraps could not be written over, and each turn would add another. The last column is left
+            # free, where some terminals wrap already.
+            columns = min(_MAX_COLUMNS, (columns or shutil.get_terminal_size().columns) - 1)
+            room = columns - len(f"{frame} memfit:  ({taken})")
             text = printable(self.text)
             text = text if len(text) <= room else f"{text[: max(0, room - 3)]}..."
             self._write(f"{frame} memfit: {text} ({taken})")

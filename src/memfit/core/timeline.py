@@ -8,6 +8,7 @@ what the program asked for; what a device must provide for it is the allocator's
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from memfit.core.shown import Shown
@@ -110,11 +111,7 @@ class Timeline(Shown):
             change[block.start] += block.size_bytes
             if block.end is not None:
                 change[block.end] -= block.size_bytes
-        live, total = [], 0
-        for delta in change:
-            total += delta
-            live.append(total)
-        return live
+        return list(accumulate(change))
 
     def peak(self) -> tuple[int, int]:
         """(tick, live bytes) where the live bytes are greatest for the first time; (0, 0) when nothing is allocated."""
@@ -150,12 +147,7 @@ class Timeline(Shown):
 
     def mark_at(self, tick: int) -> Mark:
         """The mark in force at `tick`."""
-        current = Mark(0, Phase.SETUP, 0)
-        for mark in self.marks:
-            if mark.tick > tick:
-                break
-            current = mark
-        return current
+        return next((mark for mark in reversed(self.marks) if mark.tick <= tick), Mark(0, Phase.SETUP, 0))
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write; strings are stored once."""

@@ -89,7 +89,9 @@ def from_plain(hint: Any, value: Any) -> Any:
 
 def made_of(kind: type[_Value], data: dict[str, Any]) -> _Value:
     """A dataclass made of plain data, as `from_plain` reads its fields; unknown names are left out."""
-    names, hints = _names(kind) & data.keys(), get_type_hints(kind)
+    # As a key of the cache; mypy takes classes of unknown values for unhashable.
+    key: Any = kind
+    names, hints = _names(kind) & data.keys(), _hints(key, with_bounds=False)
     return kind(**{name: from_plain(hints[name], data[name]) for name in names})
 
 
@@ -168,8 +170,8 @@ def _is_structure(value: Any, hint: Any) -> bool:
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def _hints(kind: Any, *, with_bounds: bool = True) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=with_bounds)
 
 
 def _names(kind: Any) -> set[str]:

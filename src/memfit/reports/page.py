@@ -23,8 +23,8 @@ from memfit.core.supervised import SupervisedRun
 from memfit.reports.dryrun import figures as run_figures
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.payload import build_payload
-from memfit.reports.estimate.text import format_estimate
 from memfit.reports.files import write_whole
+from memfit.reports.parts import Report
 from memfit.reports.plan import figures as plan_figures
 from memfit.reports.plan.payload import build_plan_payload
 from memfit.reports.run import figures as supervised_figures
@@ -40,19 +40,13 @@ _STYLES = {"page": ("page",), "plan": ("page", "plan"), "supervised": ("page", "
 def render_page(result: Estimate | DryRun | Plan | SupervisedRun) -> str:
     """The page of a result as one string of HTML."""
     if isinstance(result, DryRun):
-        return _render(
-            run_figures.verdict(result), str(run_figures.report(result)), run_figures.build_run_payload(result)
-        )
+        return _render("page", run_figures.build_run_payload(result), run_figures.report(result))
     if isinstance(result, Plan):
-        return _render(
-            plan_figures.verdict(result), str(plan_figures.report(result)), build_plan_payload(result), "plan"
-        )
+        return _render("plan", build_plan_payload(result), plan_figures.report(result))
     if isinstance(result, SupervisedRun):
-        text = str(supervised_figures.report(result))
-        return _render(
-            supervised_figures.verdict(result), text, supervised_figures.build_supervised_payload(result), "supervised"
-        )
-    return _render(figures.headline(result), format_estimate(result), build_payload(result))
+        payload = supervised_figures.build_supervised_payload(result)
+        return _render("supervised", payload, supervised_figures.report(result))
+    return _render("page", build_payload(result), figures.report(result), figures.headline(result))
 
 
 def write_page(result: Estimate | DryRun | Plan | SupervisedRun, path: str | os.PathLike[str]) -> Path:
@@ -60,13 +54,16 @@ def write_page(result: Estimate | DryRun | Plan | SupervisedRun, path: str | os.
     return write_whole(lambda: render_page(result), path)
 
 
-def _render(title: str, plain: str, payload: dict[str, Any], kind: str = "page") -> str:
-    style, script = "".join(_asset(f"assets/{name}.css") for name in _STYLES[kind]), _script(kind)
+def _render(kind: str, payload: dict[str, Any], report: Report, headline: str = "") -> str:
+    style = "".join(_asset(f"assets/{name}.css") for name in _STYLES[kind])
+    # The files share one scope of their own, in this order; modules would need a server.
+    body = "\n".join(_asset(f"assets/{name}.js") for name in _SCRIPTS[kind])
+    script = f'"use strict";\n(() => {{\n{body}}})();\n'
     parts = {
         "body": _asset(f"templates/{kind}.html"),
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
-        "title": html.escape(f"memfit: {title}"),
-        "plain": html.escape(plain),
+        "title": html.escape(f"memfit: {headline or report.verdict}"),
+        "plain": html.escape(f"{headline}\n{report}" if headline else str(report)),
         "style": style,
         "script": script,
         "data": embed_json(payload),
@@ -88,12 +85,6 @@ def embed_json(data: Any) -> str:
         r"\\(?:\\|u00[01][0-9a-f]|[bfr])", lambda match: match[0] if match[0] == r"\\" else "\\" + match[0], text
     )
     return re.sub(r"[^\x20-\x7e]", lambda match: printable(match[0]).replace("\\", r"\\"), text)
-
-
-def _script(kind: str = "page") -> str:
-    # The files share one scope of their own, in this order; modules would need a server.
-    body = "\n".join(_asset(f"assets/{name}.js") for name in _SCRIPTS[kind])
-    return f'"use strict";\n(() => {{\n{body}}})();\n'
 
 
 def _asset(name: str) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memfit.core.estimate import Note
+from memfit.core.printing import printable
 from memfit.core.units import format_size
-from memfit.reports.estimate.figures import Figure, Row, format_share, printable, shorten
 
 KEEPS = {"exact": "same results", "rounding": "same up to rounding", "changes training": "changes training"}
 
@@ -26,6 +26,24 @@ RULE = "-" * 72
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a breakdown: what holds the memory, how much, and its share of the peak, from 0 to 1."""
+
+    name: str
+    size_bytes: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number as a report shows it, with its origin; `origin` is "" where the value is unknown."""
+
+    label: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """One line of a table, with remarks that stand below it over its whole width."""
 
@@ -35,12 +53,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table of text.
-
-    Args:
-        columns: their titles; those of numbers begin with ">" and are flush right.
-        lines: what they hold.
-    """
+    """A table of text; titles of columns with numbers begin with ">", and these are flush right."""
 
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
@@ -48,10 +61,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A titled part of a report: rows of a breakdown, figures with their origins, a table, or lines of text.
+    """A part of a report: rows of a breakdown, figures with their origins, a table, or lines of text.
 
     Args:
-        title: of the part.
+        title: of the part, or "".
         rows: of a breakdown.
         lines: of text.
         with_bar: whether rows have bars of their shares.
@@ -97,7 +110,12 @@ class Report:
     def __str__(self) -> str:
         lines = [*([RULE] if self.with_rule else []), self.verdict, *(f"  {line}" for line in self.details)]
         for part in self.parts:
-            lines += ["", part.title, *(_format_row(row, part) for row in part.rows)]
+            lines += ["", part.title] if part.title else []
+            for row in part.rows:
+                share = format_share(row.share) if part.with_share else ""
+                bar = "#" * round(min(1.0, row.share) * _BAR_WIDTH) if part.with_bar else ""
+                name = f"  {shorten(row.name, _NAME_WIDTH):<{_NAME_WIDTH}}"
+                lines.append(f"{name}{format_size(row.size_bytes):>10}{share:>8}  {bar}")
             lines += [f"  {figure.label:<34}{figure.value:>20}  {figure.origin}" for figure in part.figures]
             if part.grid is not None:
                 lines += [f"  {line}" for line in format_grid(part.grid)]
@@ -105,11 +123,25 @@ class Report:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _format_row(row: Row, part: Part) -> str:
-    name = shorten(row.name, _NAME_WIDTH)
-    share = format_share(row.share) if part.with_share else ""
-    bar = "#" * round(min(1.0, row.share) * _BAR_WIDTH) if part.with_bar else ""
-    return f"  {name:<{_NAME_WIDTH}}{format_size(row.size_bytes):>10}{share:>8}  {bar}"
+def shorten(text: str, width: int) -> str:
+    """Text of at most `width` characters, cut in the middle, where paths say least.
+
+    >>> shorten("encoder.layers.0.attention", 15)
+    'encode...ention'
+    """
+    if len(text) <= width:
+        return text
+    tail = (width - 3) // 2
+    return f"{text[: width - 3 - tail]}...{text[len(text) - tail :]}"
+
+
+def format_share(share: float) -> str:
+    """A share of the peak in percent.
+
+    >>> format_share(0.625), format_share(0.0001), format_share(0.0)
+    ('62.5%', '<0.1%', '0.0%')
+    """
+    return "<0.1%" if 0 < share < 0.001 else f"{share:.1%}"
 
 
 def format_grid(grid: Grid) -> list[str]:
@@ -147,23 +179,23 @@ def note_line(note: Note) -> str:
 
 def sum_up(notes: Iterable[Note]) -> str:
     """All values that were read from the device in one line; "" where there are none."""
-    found = [note for note in notes if note.code == HARMLESS]
-    if not found:
+    read = [note for note in notes if note.code == HARMLESS]
+    if not read:
         return ""
-    sources = list(dict.fromkeys(printable(note.source) for note in found if note.source))
+    sources = list(dict.fromkeys(printable(note.source) for note in read if note.source))
     places = f": {listed(sources)}" if sources else ""
-    values = "1 value was" if len(found) == 1 else f"{len(found)} values were"
+    values = "1 value was" if len(read) == 1 else f"{len(read)} values were"
     return f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
 
 
-def notes_of(found: Sequence[tuple[str, Sequence[Note]]]) -> list[Part]:
+def notes_of(results: Sequence[tuple[str, Sequence[Note]]]) -> list[Part]:
     """The notes of several results by name: once where one holds for all of them, with their names otherwise."""
     holds_for: dict[str, list[str]] = {}
-    for name, notes in found:
+    for name, notes in results:
         shown = [note_line(note) for note in notes if note.code != HARMLESS]
         for line in filter(None, dict.fromkeys([*shown, sum_up(notes)])):
             holds_for.setdefault(line, []).append(name)
-    lines = [line if len(names) == len(found) else f"{', '.join(names)}: {line}" for line, names in holds_for.items()]
+    lines = [line if len(names) == len(results) else f"{', '.join(names)}: {line}" for line, names in holds_for.items()]
     return [Part("Notes", lines=tuple(lines))] if lines else []
 
 

@@ -4,12 +4,13 @@ rich alone would crop figures: a narrow terminal would show "86" of "86.3%".
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from rich.measure import Measurement
-    from rich.text import Text
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 BAR_WIDTH = 20
 _LEAST_BAR = 8
@@ -24,9 +25,7 @@ class _Bar:
     def __init__(self, share: float, style: str) -> None:
         self.share, self.style = share, style
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich.text import Text
-
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         sign = "#" if options.ascii_only else "\u2588"
         yield Text(sign * round(self.share * options.max_width), style=self.style)
 
@@ -45,77 +44,49 @@ class FittingTable:
     def __init__(
         self,
         columns: Sequence[str],
-        rows: "Sequence[Sequence[str | Text]]",
+        rows: Sequence[Sequence[str | Text]],
         *,
         remarks: Sequence[Sequence[str]] = (),
         bars: Sequence[tuple[float, str]] = (),
         least_width: int = 0,
     ) -> None:
-        from rich.text import Text
-
         self._titles = [title.removeprefix(">") for title in columns]
         self._is_figure = [title.startswith(">") for title in columns]
         self._rows = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
         self._remarks = remarks or [() for _ in rows]
         self._bars = [_Bar(*bar) for bar in bars]
-        self._least_width = least_width
-
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        width, natural = options.max_width, self._natural()
-        room = width - _total(natural)
-        if room >= 0:
-            for_first = min(room, max(0, self._wished_width() - natural[0]))
-            bar_width = min(BAR_WIDTH, room - for_first - _GAP)
-            widths = [natural[0] + for_first, *natural[1:]]
-            yield self._table(widths, bar_width if self._bars and bar_width >= _LEAST_BAR else 0)
-        elif _total(self._least(natural)) <= width:
-            yield self._table(self._shrunk(natural, width))
-        else:
-            yield self._stacked(width)
-
-    def __rich_measure__(self, console: "Console", options: "ConsoleOptions") -> "Measurement":
-        from rich.measure import Measurement
-
-        natural = self._natural()
-        wanted = _total([max(natural[0], self._wished_width()), *natural[1:]])
-        wanted += _GAP + BAR_WIDTH if self._bars else 0
-        return Measurement(min(_LEAST_TEXT, options.max_width), min(wanted, options.max_width))
-
-    def _natural(self) -> list[int]:
-        from rich.cells import cell_len
-
-        return [
-            max(cell_len(title), *(max(map(cell_len, row[index].plain.split("\n"))) for row in self._rows), 0)
+        self._natural = [
+            max([cell_len(title), *(cell_len(line) for row in self._rows for line in row[index].plain.split("\n"))])
             for index, title in enumerate(self._titles)
         ]
+        # Lists line up, and remarks stand in one line.
+        self._wished = max([self._natural[0], least_width, *(cell_len(r) + 2 for row in remarks for r in row)])
 
-    def _wished_width(self) -> int:
-        """Of the first column: lists line up, and remarks stand in one line."""
-        from rich.cells import cell_len
-
-        longest = max((cell_len(remark) + 2 for remarks in self._remarks for remark in remarks), default=0)
-        return max(self._least_width, longest)
-
-    def _least(self, natural: list[int]) -> list[int]:
-        return [
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, widths = options.max_width, list(self._natural)
+        room = width - _total(widths)
+        if room >= 0:
+            widths[0] = min(widths[0] + room, self._wished)
+            bar_width = min(BAR_WIDTH, width - _total(widths) - _GAP)
+            yield self._table(widths, bar_width if self._bars and bar_width >= _LEAST_BAR else 0)
+            return
+        least = [
             width if is_figure else min(width, _LEAST_TEXT)
-            for width, is_figure in zip(natural, self._is_figure, strict=True)
+            for width, is_figure in zip(widths, self._is_figure, strict=True)
         ]
-
-    def _shrunk(self, natural: list[int], width: int) -> list[int]:
-        """The widths of the columns, the widest texts made narrower until all fit."""
-        widths, least = list(natural), self._least(natural)
+        if _total(least) > width:
+            yield self._stacked(width)
+            return
+        # The widest texts are made narrower until all fit.
         while _total(widths) > width:
-            widest = max(range(len(widths)), key=lambda index: widths[index] - least[index])
-            widths[widest] -= 1
-        return widths
+            widths[max(range(len(widths)), key=lambda index: widths[index] - least[index])] -= 1
+        yield self._table(widths)
 
-    def _table(self, widths: list[int], bar_width: int = 0) -> "RenderableType":
-        from rich.console import Group
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        wanted = _total([self._wished, *self._natural[1:]]) + (_GAP + BAR_WIDTH if self._bars else 0)
+        return Measurement(min(_LEAST_TEXT, options.max_width), min(wanted, options.max_width))
 
+    def _table(self, widths: list[int], bar_width: int = 0) -> RenderableType:
         table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
         table.show_header = any(self._titles)
         for title, width, is_figure in zip(self._titles, widths, self._is_figure, strict=True):
@@ -129,13 +100,8 @@ class FittingTable:
             table.add_row(Group(first, *below), *rest, *(self._bars[index : index + 1] if bar_width else ()))
         return table
 
-    def _stacked(self, width: int) -> "RenderableType":
+    def _stacked(self, width: int) -> RenderableType:
         """Every row as lines of its own: its name, then a title and a cell each."""
-        from rich.console import Group
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
-
         parts: list[RenderableType] = []
         heads = {index for index, title in enumerate(self._titles) if not title}
         if all(len(row[index].plain) < 2 for row in self._rows for index in heads):

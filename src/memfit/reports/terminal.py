@@ -1,26 +1,25 @@
 """Reports for a terminal, in colour where the terminal has colour.
 
-rich is imported inside the functions that draw with it, so that importing this is light. Names reach rich as `Text`,
-never as markup, so a module called "[red]" stays a name.
+Commands import this only where they draw, because rich takes time to load. Names reach rich as `Text`, never as
+markup, so a module called "[red]" stays a name.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.segment import Segment
+from rich.text import Text
 
 from memfit.core.device import Device, Origin
-from memfit.core.errors import BadInput
 from memfit.core.estimate import Estimate
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
-from memfit.reports.estimate import batches, figures
+from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import UNKNOWN
-from memfit.reports.estimate.text import report
-from memfit.reports.parts import Grid, Part, Report, notes_of
+from memfit.reports.parts import Part, Report, format_share, notes_of
 from memfit.reports.table import FittingTable
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
 
 # Wide enough for the longest name of a category, so that the numbers of all lists stand under each other.
 _NAME_WIDTH = 43
@@ -34,58 +33,67 @@ _STYLES = {
     Category.BATCH.value: "green",
     Category.WORKSPACE.value: "cyan",
 }
+_VERDICTS = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
-def render_estimate(estimate: Estimate) -> "RenderableType":
+class SafeConsole(Console):
+    """A console that no text can steer, and whose reader may go away."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments of text; reports escape what they show, and what they forget is escaped here."""
+        for segment in super().render(renderable, options):
+            is_safe = segment.control is not None or segment.text.rstrip("\n").isprintable()
+            yield segment if is_safe else segment._replace(text=figures.printable(segment.text, keep="\n"))
+
+    def on_broken_pipe(self) -> None:
+        """Leaves it to `main`; rich would end the program with exit code 1."""
+        raise BrokenPipeError
+
+
+def render_estimate(estimate: Estimate) -> RenderableType:
     """The estimate as something rich can print."""
-    from rich.console import Group
-    from rich.text import Text
-
-    said = report(estimate)
-    bounds, *lost = said.details
+    report = figures.report(estimate)
+    bounds, *failure = report.details
     return Group(
         Text(figures.headline(estimate), style="bold"),
-        Text(said.verdict, style=f"bold {verdict_style(said.is_good)}"),
+        Text(report.verdict, style=_VERDICTS[report.is_good]),
         Text(bounds, style="dim"),
-        *(Text(line, style="red") for line in lost),
-        *_rendered(said.parts),
+        *(Text(line, style="red") for line in failure),
+        *_rendered(report.parts),
     )
 
 
-def render_report(said: Report) -> "RenderableType":
+def render_report(report: Report) -> RenderableType:
     """The report as something rich can print: a verdict in its colour, the lines below it, and titled parts."""
-    from rich.console import Group
-    from rich.rule import Rule
-    from rich.text import Text
-
-    rule = [Rule(style="dim")] if said.with_rule else []
-    verdict = Text(said.verdict, style=f"bold {verdict_style(said.is_good)}")
-    return Group(*rule, verdict, *map(_line, said.details), *_rendered(said.parts))
+    rule = [Rule(style="dim")] if report.with_rule else []
+    verdict = Text(report.verdict, style=_VERDICTS[report.is_good])
+    return Group(*rule, verdict, *map(_line, report.details), *_rendered(report.parts))
 
 
-def _rendered(parts: Sequence[Part]) -> "Iterator[RenderableType]":
-    from rich.text import Text
+def _rendered(parts: Sequence[Part]) -> Iterator[RenderableType]:
 
     for part in parts:
-        yield Text(f"\n{part.title}", style="bold")
+        if part.title:
+            yield Text(f"\n{part.title}", style="bold")
         if part.rows:
-            shares = [(figures.format_share(row.share),) if part.with_share else () for row in part.rows]
+            num_columns = 3 if part.with_share else 2
             cells = [
-                (row.name, format_size(row.size_bytes), *share) for row, share in zip(part.rows, shares, strict=True)
+                (row.name, format_size(row.size_bytes), format_share(row.share))[:num_columns] for row in part.rows
             ]
             bars = [(row.share, _STYLES.get(row.name, "bright_black")) for row in part.rows if part.with_bar]
-            yield _indented(FittingTable(("", ">", ">")[: len(cells[0])], cells, bars=bars, least_width=_NAME_WIDTH))
+            yield _indented(FittingTable(("", ">", ">")[:num_columns], cells, bars=bars, least_width=_NAME_WIDTH))
         if part.figures:
             # Origins are words that must not be folded, like figures.
             origins = [(f.label, f.value, Text(f.origin, style="dim")) for f in part.figures]
             yield _indented(FittingTable(("", ">", ""), origins, least_width=_NAME_WIDTH))
         if part.grid is not None:
-            yield _indented(_grid(part.grid))
+            lines = part.grid.lines
+            remarks = [line.remarks for line in lines]
+            yield _indented(FittingTable(part.grid.columns, [line.cells for line in lines], remarks=remarks))
         yield from (_line(line, labelled=part.labelled) for line in part.lines)
 
 
-def _line(text: str, *, labelled: bool = False) -> "RenderableType":
-    from rich.text import Text
+def _line(text: str, *, labelled: bool = False) -> RenderableType:
 
     line = Text(text.lstrip())
     if labelled:
@@ -93,13 +101,8 @@ def _line(text: str, *, labelled: bool = False) -> "RenderableType":
     return _indented(line, 2 + len(text) - len(text.lstrip()))
 
 
-def render_comparison(estimates: Sequence[Estimate]) -> "RenderableType":
+def render_comparison(estimates: Sequence[Estimate]) -> RenderableType:
     """The estimates side by side, a column each; the last row is the saving of the peak against the first."""
-    if not estimates:
-        raise BadInput("nothing to compare: expected at least one estimate, got none.")
-    from rich.console import Group
-    from rich.text import Text
-
     columns = [_comparison_column(estimate) for estimate in estimates]
     rows: list[list[str | Text]] = [
         [Text(label, style="bold" if label in ("peak", "fits") else ""), *(column[label] for column in columns)]
@@ -114,30 +117,32 @@ def render_comparison(estimates: Sequence[Estimate]) -> "RenderableType":
         # A model on several devices: where rows become lines of their own, the title alone tells them apart.
         titles = [f"{title}, {device}" for title, device in zip(titles, devices, strict=True)]
     names = devices if len(set(devices)) == len(devices) else titles
-    parts: list[RenderableType] = [Text("Comparison", style="bold"), FittingTable(("", *titles), rows)]
-    for part in notes_of([(name, estimate.notes) for name, estimate in zip(names, estimates, strict=True)]):
-        parts.append(Text(f"\n{part.title}", style="bold"))
-        parts += [_indented(Text(line)) for line in part.lines]
-    return Group(*parts)
+    notes = notes_of([(name, estimate.notes) for name, estimate in zip(names, estimates, strict=True)])
+    return Group(Text("Comparison", style="bold"), FittingTable(("", *titles), rows), *_rendered(notes))
 
 
-def render_devices(devices: Sequence[Device]) -> "RenderableType":
+def render_devices(devices: Sequence[Device]) -> RenderableType:
     """The devices as a table: memory, capability, bandwidth; for a single device also where its figures come from."""
-    from rich.console import Group
-    from rich.text import Text
+
+    def marked(size_bytes: int | None, origin: Origin) -> str:
+        return f"{'~' if size_bytes is not None and origin is not Origin.MEASURED else ''}{format_size(size_bytes)}"
+
+    def bandwidth(device: Device) -> str:
+        rate = device.bandwidth_bytes_per_second
+        return UNKNOWN if rate is None else f"{format_size(round(rate))}/s"
 
     # A column of words would take the room that a list needs for its figures.
-    origin = figures.with_origin if len(devices) == 1 else _marked
+    sized = figures.with_origin if len(devices) == 1 else marked
     titles = ("name", "device", ">nominal", ">usable", ">context", ">capability", ">bandwidth")
     rows = [
         (
             Text(figures.printable(device.name), style="bold"),
             figures.device_title(device),
             format_size(device.nominal_bytes),
-            origin(device.usable_bytes, device.usable_origin),
-            origin(device.context_bytes, device.context_origin),
-            figures.capability(device),
-            figures.bandwidth(device),
+            sized(device.usable_bytes, device.usable_origin),
+            sized(device.context_bytes, device.context_origin),
+            UNKNOWN if device.capability is None else "{}.{}".format(*device.capability),
+            bandwidth(device),
         )
         for device in devices
     ]
@@ -148,45 +153,9 @@ def render_devices(devices: Sequence[Device]) -> "RenderableType":
     return Group(table, Text(figures.printable(f"source: {source}")))
 
 
-def render_max_batch(
-    rows: Sequence[tuple[int, int, bool | None]], safe: int | None, limit: int | None, device: Device
-) -> "RenderableType":
-    """The batch sizes that were tried, as (batch size, peak bytes, fits), and which of them to use.
-
-    Args:
-        rows: what was tried, in any order.
-        safe: the batch size to use; None when none is safe.
-        limit: the largest that fits; None when none does.
-        device: the target.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    style = verdict_style(False if limit is None else None if safe is None else True)
-    title = Text(batches.title(safe, limit, device), style=f"bold {style}")
-    return Group(title, _grid(batches.grid(rows, safe, device)))
-
-
-def _indented(part: "RenderableType", indent: int = 2) -> "RenderableType":
+def _indented(part: RenderableType, indent: int = 2) -> RenderableType:
     """A part whose lines, those that wrap included, stand below each other."""
-    from rich.padding import Padding
-
     return Padding(part, (0, 0, 0, indent), expand=False)
-
-
-def _grid(grid: Grid) -> FittingTable:
-    return FittingTable(
-        grid.columns, [line.cells for line in grid.lines], remarks=[line.remarks for line in grid.lines]
-    )
-
-
-def _marked(size_bytes: int | None, origin: Origin) -> str:
-    return f"{'~' if size_bytes is not None and origin is not Origin.MEASURED else ''}{format_size(size_bytes)}"
-
-
-def verdict_style(fits: bool | None) -> str:
-    """The colour of an answer."""
-    return {True: "green", False: "red", None: "yellow"}[fits]
 
 
 def _comparison_column(estimate: Estimate) -> dict[str, str]:
@@ -209,8 +178,7 @@ def _comparison_column(estimate: Estimate) -> dict[str, str]:
     }
 
 
-def _saving(first: Estimate, other: Estimate) -> "Text":
-    from rich.text import Text
+def _saving(first: Estimate, other: Estimate) -> Text:
 
     before, after = first.peak_bytes, other.peak_bytes
     if after == before:

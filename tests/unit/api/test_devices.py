@@ -30,8 +30,8 @@ def test_the_host_has_the_memory_that_is_asked_for():
     ("device", "budget", "words"),
     [
         ("rtx-3090", "80GiB", "is more than NVIDIA GeForce RTX 3090 has"),
-        ("rtx-3090", 0, "must be more than nothing, but 0 was given"),
-        ("rtx-3090", -5, "must be more than nothing, but -5 was given"),
+        ("rtx-3090", 0, "must be positive, but 0 was given"),
+        ("rtx-3090", -5, "must be positive, but -5 was given"),
         (UNKNOWN, None, "memory of Some GPU is unknown; give a budget such as budget='16GiB'"),
     ],
 )

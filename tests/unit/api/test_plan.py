@@ -334,7 +334,7 @@ class TestBadInput:
             ({"budget": [1]}, "a budget is a size"),
             ({"budget": True}, "a budget is a size"),
             ({"count": 2, "allow": ("exact",)}, "'shard' is not allowed"),
-            ({"budget": 0}, "more than nothing"),
+            ({"budget": 0}, "must be positive"),
             ({"budget": "24 bananas"}, "24 bananas"),
             ({"device": "t4", "budget": "100GiB"}, "more than NVIDIA Tesla T4 has"),
             ({"device": "rtx-3090", "options": memfit.PlanOptions(measure=True)}, "can't be measured"),

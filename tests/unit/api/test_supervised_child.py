@@ -229,7 +229,7 @@ def equipped(monkeypatch, tmp_path):
     done = []
     monkeypatch.setenv(env.RUN_REQUEST, str(tmp_path / "request.json"))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr("memfit.frameworks.torch.budget.limit_devices", lambda size: done.append(("budget", size)))
+    monkeypatch.setattr("memfit.frameworks.torch.oom.limit_devices", lambda size: done.append(("budget", size)))
     monkeypatch.setattr("memfit.frameworks.torch.rescue.Rescue", lambda *, eager: done.append(("rescue", eager)))
 
     def install(request, trainers=()):

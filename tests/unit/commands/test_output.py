@@ -2,10 +2,12 @@ import json
 import os
 
 import pytest
+from rich.text import Text
 
 from memfit.commands import output
 from memfit.core.errors import BadFile
 from memfit.reports.dryrun.figures import report
+from memfit.reports.terminal import render_devices
 from tests.unit.reports.builders import RTX_3090, make_estimate
 from tests.unit.reports.run_builders import make_dead_run
 
@@ -14,19 +16,6 @@ def test_json_is_one_document(capsys):
     output.print_json({"a": [1, None]})
 
     assert capsys.readouterr().out == '{"a": [1, null]}\n'
-
-
-def test_everything_is_written_to_standard_output(capsys):
-    estimate = make_estimate()
-    output.print_estimate(estimate)
-    output.print_comparison([estimate, estimate])
-    output.print_devices([RTX_3090])
-    output.print_max_batch([(8, 10**9, True)], 8, 8, RTX_3090)
-
-    written = capsys.readouterr()
-    assert written.err == ""
-    for text in ("1.13 GiB needed", "Comparison", "NVIDIA GeForce RTX 3090", "Batch size 8 is safe ("):
-        assert text in written.out
 
 
 def test_a_run_is_written_to_standard_output(capsys):
@@ -48,7 +37,7 @@ def test_a_folder_may_be_missing_but_not_a_file(tmp_path):
 
 def test_a_file_is_written_without_colour_and_without_breaking_rows(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    output.print_devices([RTX_3090])
+    output.show(render_devices([RTX_3090]))
 
     lines = capsys.readouterr().out.splitlines()
     assert "\x1b" not in "".join(lines)
@@ -57,7 +46,7 @@ def test_a_file_is_written_without_colour_and_without_breaking_rows(capsys, monk
 
 def test_the_columns_asked_for_are_used(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
-    output.print_devices([RTX_3090, RTX_3090])
+    output.show(render_devices([RTX_3090, RTX_3090]))
 
     assert 60 < max(len(line.rstrip()) for line in capsys.readouterr().out.splitlines()) <= 90
 
@@ -112,11 +101,9 @@ def test_json_of_an_estimate_has_no_surprises(capsys):
 
 
 def test_what_a_report_forgets_to_escape_cannot_steer_the_terminal(capsys, monkeypatch):
-    from rich.text import Text
-
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    output._console().print(Text("a\x1b]0;owned\x9bb\u202e", style="bold"))
+    output.show(Text("a\x1b]0;owned\x9bb\u202e", style="bold"))
 
     # The colours are ours; the name's own escapes are shown.
     assert "a\\x1b]0;owned\\x9bb\\u202e" in capsys.readouterr().out

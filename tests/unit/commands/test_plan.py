@@ -120,13 +120,16 @@ def test_files_beside_json_leave_json_alone(script, planner, capsys, tmp_path):
         (["{}:job", "--save", "missing/x.json"], "there is no folder 'missing' to write 'missing/x.json' to."),
         (["{}:job", "-b", "0"], "--batch-size must be at least 1, but 0 was given."),
         (["--script"], "--script takes the path of a script, such as --script train.py, but none was given."),
-        (["-b", "4", "--script", "train.py"], "--batch-size is for a TARGET; a script has its own. Give it to the"),
+        (["-b", "4", "--script", "train.py"], "--batch-size is for a TARGET; a script has its own. Pass it to the"),
         (
             ["a.py:b", "-d", "t4", "--script", "c.py"],
             "either a TARGET or a script is planned, but 'a.py:b' and --script",
         ),
         (["-d", "t4", "a.py:b", "--script", "c.py", "-x"], "either a TARGET or a script is planned, but 'a.py:b' and"),
-        (["--script", "train.py", "-d", "t4"], "the device was named after the script, where options are the script's"),
+        (
+            ["--script", "train.py", "-d", "t4"],
+            "--device came after the script, so it was passed to the script. Write it",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_no_work(script, planner, script_planner, capsys, options, message):

@@ -17,7 +17,7 @@ from memfit.core.typed_data import Count, checked, made_of, mismatch
 from tests.unit.core.supervised_builders import make_supervised
 from tests.unit.reports.builders import make_estimate, make_timeline
 from tests.unit.reports.plan_builders import make_plan
-from tests.unit.reports.run_builders import ADVICE, make_run, make_scan
+from tests.unit.reports.run_builders import ADVICE, make_run, make_run_estimate, make_scan
 
 
 class Named(TypedDict):
@@ -84,11 +84,15 @@ def test_the_file_is_refused():
 
 DEEP = json.loads("[" * 300 + "]" * 300)
 WRONG = ["x", None, -1, 10**30, 10**400, 1.5, float("nan"), float("inf"), True, DEEP, ["x"], {"x": 1}]
+# Each is read more than a thousand times.
+SMALL = make_timeline(num_layers=2, num_steps=1)
 RESULTS = {
-    "timeline": make_timeline(),
-    "estimate": make_estimate(),
+    "timeline": SMALL,
+    "estimate": make_estimate(SMALL),
     "plan": make_plan(),
-    "dry run": make_run(scan=make_scan(), advice=ADVICE, redirected={"a.pt": "b/a.pt"}),
+    "dry run": make_run(
+        estimate=make_run_estimate(timeline=SMALL), scan=make_scan(), advice=ADVICE, redirected={"a.pt": "b/a.pt"}
+    ),
     "run": make_supervised(),
 }
 

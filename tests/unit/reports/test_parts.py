@@ -1,8 +1,7 @@
 import pytest
 
 from memfit.core.estimate import Note
-from memfit.reports.estimate.figures import Figure, Row
-from memfit.reports.parts import Grid, Line, Part, Report, format_grid, listed, note_line, sum_up
+from memfit.reports.parts import Figure, Grid, Line, Part, Report, Row, format_grid, listed, note_line, sum_up
 
 
 def test_a_report_is_a_verdict_lines_and_parts():

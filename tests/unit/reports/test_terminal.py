@@ -5,17 +5,12 @@ import re
 import pytest
 from rich.console import Console
 
-from memfit.core.errors import BadInput
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import GIB, MIB
 from memfit.reports.estimate import figures
-from memfit.reports.terminal import (
-    render_comparison,
-    render_devices,
-    render_estimate,
-    render_max_batch,
-)
+from memfit.reports.estimate.tables import tried_batches
+from memfit.reports.terminal import render_comparison, render_devices, render_estimate, render_report
 from tests.unit.reports.builders import (
     MYSTERY,
     RTX_3090,
@@ -126,11 +121,6 @@ def test_a_model_on_several_devices_is_told_apart_on_a_narrow_terminal():
     assert "RTX" in peaks and "Mystery" in peaks
 
 
-def test_comparison_of_nothing_is_refused():
-    with pytest.raises(BadInput, match="expected at least one estimate, got none"):
-        render_comparison([])
-
-
 def test_devices_show_origin_and_unknown():
     text = draw(render_devices([RTX_3090, MYSTERY]), width=200)
     rows = lines_of(text)
@@ -155,7 +145,7 @@ def test_no_width_crops_a_figure_of_any_report(width):
         "comparison": render_comparison([make_estimate(), estimate]),
         "devices": render_devices([RTX_3090, MYSTERY]),
         "device": render_devices([RTX_3090]),
-        "batches": render_max_batch([(8, GIB, True), (1024, 100 * GIB, False)], 8, 8, RTX_3090),
+        "batches": render_report(tried_batches([(8, GIB, True), (1024, 100 * GIB, False)], 8, 8, RTX_3090)),
     }
     # Figures, their units apart, and words that are part of a figure: none is cut, at any width.
     whole = {
@@ -183,39 +173,6 @@ def test_bars_are_the_first_to_go():
 def test_a_single_device_shows_its_source():
     assert "source: torch's own error message, 2026-11-01" in draw(render_devices([RTX_3090]), width=200)
     assert "source: unknown" in draw(render_devices([MYSTERY]), width=200)
-
-
-def test_max_batch_marks_the_chosen():
-    # GIVEN batch sizes in the order they were tried
-    tried = [(64, 30 * GIB, False), (32, 16 * GIB, True), (48, 23 * GIB, True)]
-
-    # WHEN they are shown
-    text = draw(render_max_batch(tried, 32, 48, RTX_3090))
-
-    # THEN they are in order, the safe one is marked, and the limit is called one
-    assert "Batch size 32 is safe; 48 is the limit (23.7 GiB usable on NVIDIA GeForce RTX 3090)" in text
-    rows = [line.split() for line in text.splitlines()[2:]]
-    assert rows == [
-        [">", "32", "16.0", "GiB", "68%", "yes"],
-        ["48", "23.0", "GiB", "97%", "at", "the", "limit"],
-        ["64", "30.0", "GiB", "127%", "no"],
-    ]
-
-
-def test_max_batch_that_never_fits_or_is_unknown():
-    assert "No batch size fits (23.7 GiB usable" in draw(render_max_batch([(1, 30 * GIB, False)], None, None, RTX_3090))
-    assert "unknown" in draw(render_max_batch([(1, 30 * GIB, None)], None, None, MYSTERY))
-
-
-@pytest.mark.parametrize(
-    ("safe", "limit", "text"),
-    [
-        (48, 48, "Batch size 48 is safe (23.7 GiB usable"),
-        (None, 2, "No batch size is safe; 2 fits at the limit (23.7 GiB usable"),
-    ],
-)
-def test_max_batch_in_one_sentence(safe, limit, text):
-    assert text in draw(render_max_batch([(48, 20 * GIB, True)], safe, limit, RTX_3090))
 
 
 def test_unknown_context_is_not_zero():

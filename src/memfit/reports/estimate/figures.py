@@ -4,63 +4,19 @@ The text, the terminal and the page must agree to the letter on the verdict, the
 from, so those are worked out once, here, from the estimate alone.
 """
 
-from dataclasses import dataclass
-
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, OTHER_PROCESSES, Estimate
 from memfit.core.printing import printable as printable
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
+from memfit.reports.parts import Figure as Figure
+from memfit.reports.parts import Part, Report, Row
 
 OVERHEADS = (CACHED, CONTEXT, OTHER_PROCESSES)
 """Rows of a breakdown that belong to no block of the timeline."""
 
 UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of a breakdown.
-
-    Args:
-        name: what holds the memory.
-        size_bytes: how much.
-        share: of the peak, from 0 to 1.
-    """
-
-    name: str
-    size_bytes: int
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number as a report shows it, with its origin; `origin` is "" where the value is unknown."""
-
-    label: str
-    value: str
-    origin: str
-
-
-def shorten(text: str, width: int) -> str:
-    """Text of at most `width` characters, cut in the middle, where paths say least.
-
-    >>> shorten("encoder.layers.0.attention", 15)
-    'encode...ention'
-    """
-    if len(text) <= width:
-        return text
-    tail = (width - 3) // 2
-    return f"{text[: width - 3 - tail]}...{text[len(text) - tail :]}"
-
-
-def format_share(share: float) -> str:
-    """A share of the peak in percent.
-
-    >>> format_share(0.625), format_share(0.0001), format_share(0.0)
-    ('62.5%', '<0.1%', '0.0%')
-    """
-    return "<0.1%" if 0 < share < 0.001 else f"{share:.1%}"
+_NUM_TOP = 5
 
 
 def format_count(count: int) -> str:
@@ -102,17 +58,6 @@ def with_origin(size_bytes: int | None, origin: Origin) -> str:
     return UNKNOWN if size_bytes is None else f"{format_size(size_bytes)} ({origin.value})"
 
 
-def capability(device: Device) -> str:
-    """CUDA compute capability, "8.6"."""
-    return UNKNOWN if device.capability is None else f"{device.capability[0]}.{device.capability[1]}"
-
-
-def bandwidth(device: Device) -> str:
-    """How fast the device's memory is."""
-    rate = device.bandwidth_bytes_per_second
-    return UNKNOWN if rate is None else f"{format_size(round(rate))}/s"
-
-
 def needed(estimate: Estimate) -> str:
     """What the device must provide, whether it can or not."""
     return ("at most " if estimate.is_at_most else "") + format_size(estimate.peak_bytes)
@@ -134,13 +79,6 @@ def may_fit(estimate: Estimate) -> bool:
     return estimate.is_at_most and capacity is not None and estimate.lower_bytes <= capacity
 
 
-def answer_for(estimate: Estimate) -> str:
-    """Whether it fits, in words, and how sure that is."""
-    if estimate.fits is False and may_fit(estimate):
-        return "may not fit, depending on data"
-    return answer(estimate.fits)
-
-
 def demand(estimate: Estimate) -> str:
     """What is needed beside what there is."""
     usable = format_size(estimate.capacity_bytes)
@@ -148,8 +86,9 @@ def demand(estimate: Estimate) -> str:
 
 
 def verdict(estimate: Estimate) -> str:
-    """The one line that answers the question."""
-    return f"{demand(estimate)}: {answer_for(estimate)}"
+    """The one line that answers the question, and how sure that is."""
+    unsure = estimate.fits is False and may_fit(estimate)
+    return f"{demand(estimate)}: {'may not fit, depending on data' if unsure else answer(estimate.fits)}"
 
 
 def bounds(estimate: Estimate) -> str:
@@ -176,13 +115,13 @@ def failure(estimate: Estimate) -> str | None:
     )
 
 
-def rows(groups: dict[str, int], total_bytes: int) -> list[Row]:
+def rows(groups: dict[str, int], total_bytes: int) -> tuple[Row, ...]:
     """Lines of a breakdown, largest first, each with its share of `total_bytes`."""
     ordered = sorted(groups.items(), key=lambda item: (-item[1], item[0]))
-    return [Row(printable(name), size, size / total_bytes if total_bytes else 0.0) for name, size in ordered]
+    return tuple(Row(printable(name), size, size / total_bytes if total_bytes else 0.0) for name, size in ordered)
 
 
-def top_rows(groups: dict[str, int], total_bytes: int, num_rows: int) -> list[Row]:
+def top_rows(groups: dict[str, int], total_bytes: int, num_rows: int) -> tuple[Row, ...]:
     """The largest lines of a breakdown that belong to the program, without context and allocator."""
     own = {name: size for name, size in groups.items() if name not in OVERHEADS}
     return rows(own, total_bytes)[:num_rows]
@@ -230,3 +169,28 @@ def host_origin(estimate: Estimate) -> str:
 def host_total(estimate: Estimate) -> str:
     """What the host must hold; unknown when no part was worked out."""
     return format_size(estimate.host.total_bytes) if estimate.host.parts else UNKNOWN
+
+
+def report(estimate: Estimate) -> Report:
+    """Everything below the headline: verdict, breakdown, largest modules and lines, host, figures, notes."""
+    peak_bytes, breakdown, host = estimate.peak_bytes, estimate.breakdown, estimate.host
+    modules = top_rows(breakdown.by_module, peak_bytes, _NUM_TOP)
+    sources = top_rows(breakdown.by_source, peak_bytes, _NUM_TOP)
+    parts = [
+        Part(f"Peak {printable(estimate.moment)}", rows=rows(breakdown.by_category, peak_bytes), with_bar=True),
+        Part(f"Largest modules at the peak (top {_NUM_TOP})", rows=modules),
+        Part(f"Largest source lines at the peak (top {_NUM_TOP})", rows=sources),
+        Part(f"Host memory: {host_total(estimate)}", rows=rows(host.parts, host.total_bytes), with_share=False),
+        Part(f"Figures and their origin ({parameters(estimate)} parameters)", figures=tuple(figures(estimate))),
+    ]
+    if estimate.notes:
+        notes = [f"{note.code}: {note.text}" + (f" ({note.source})" if note.source else "") for note in estimate.notes]
+        parts.append(Part("Notes", lines=tuple(map(printable, notes)), labelled=True))
+    out_of_memory = failure(estimate)
+    details = [bounds(estimate), *([] if out_of_memory is None else [out_of_memory])]
+    return Report(verdict(estimate), details, parts, estimate.fits)
+
+
+def format_estimate(estimate: Estimate) -> str:
+    """The whole estimate as plain text, as `print(estimate)` shows it."""
+    return f"{headline(estimate)}\n{report(estimate)}"

@@ -32,7 +32,13 @@ STACK = (
 
 def build_payload(estimate: Estimate) -> dict[str, Any]:
     """Everything the page shows, as a plain structure that `json` can write."""
-    timeline, lost = estimate.timeline, estimate.replay.out_of_memory
+    timeline, lost, at_peak = estimate.timeline, estimate.replay.out_of_memory, estimate.breakdown
+    views = {
+        "module": at_peak.by_module,
+        "op": at_peak.by_op,
+        "source line": at_peak.by_source,
+        "category": at_peak.by_category,
+    }
     return {
         "memfit": figures.package_version(),
         "headline": figures.headline(estimate),
@@ -50,7 +56,7 @@ def build_payload(estimate: Estimate) -> dict[str, Any]:
         "needed": estimate.peak_bytes,
         "neededText": figures.needed(estimate),
         "capacity": estimate.capacity_bytes,
-        "breakdown": _breakdown(estimate),
+        "breakdown": {view: list(groups.items()) for view, groups in views.items()},
         "overheads": list(figures.OVERHEADS),
         "peakBytes": estimate.peak_bytes,
         "host": [[row.name, row.size_bytes] for row in figures.rows(estimate.host.parts, estimate.host.total_bytes)],
@@ -157,14 +163,3 @@ def _blocks(timeline: Timeline, categories: list[Category]) -> dict[str, Any]:
     left_out = largest[MAX_BLOCKS:]
     limit = format_size(max(b.size_bytes for b in left_out)) if left_out else None
     return {"blocks": rows, "strings": list(strings), "numLeftOut": len(left_out), "leftOutUpTo": limit}
-
-
-def _breakdown(estimate: Estimate) -> dict[str, list[tuple[str, int]]]:
-    breakdown = estimate.breakdown
-    views = {
-        "module": breakdown.by_module,
-        "op": breakdown.by_op,
-        "source line": breakdown.by_source,
-        "category": breakdown.by_category,
-    }
-    return {view: list(groups.items()) for view, groups in views.items()}

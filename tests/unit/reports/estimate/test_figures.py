@@ -1,13 +1,18 @@
 import dataclasses
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
 from memfit.core.device import Kind, Origin
-from memfit.core.estimate import CACHED, CONTEXT, HostMemory
+from memfit.core.estimate import CACHED, CONTEXT, HostMemory, Note
+from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import MIB
 from memfit.reports.estimate import figures
-from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_failed_estimate
+from memfit.reports.parts import Row
+from tests.unit.reports.builders import MYSTERY, RTX_3090, Recorder, make_estimate, make_failed_estimate
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def with_usable(size_bytes):
@@ -70,7 +75,7 @@ def test_top_rows_leave_out_context_and_allocator():
 
 
 def test_rows_of_an_empty_peak_have_no_share():
-    assert figures.rows({"conv": 0}, 0) == [figures.Row("conv", 0, 0.0)]
+    assert figures.rows({"conv": 0}, 0) == (Row("conv", 0, 0.0),)
 
 
 def test_every_figure_known_has_an_origin():
@@ -123,3 +128,47 @@ def test_package_version_is_unknown_without_an_install(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
     assert figures.package_version() == "1.2.3"
+
+
+def test_text_is_as_agreed():
+    """The whole text; to change it, write `format_estimate(make_estimate())` to the golden file and read the change."""
+    assert figures.format_estimate(make_estimate()) + "\n" == (GOLDEN / "estimate.txt").read_text(encoding="utf-8")
+
+
+def test_text_of_a_failure_is_as_agreed():
+    assert figures.format_estimate(make_failed_estimate()) + "\n" == (GOLDEN / "failed.txt").read_text(encoding="utf-8")
+
+
+def test_text_is_ascii_and_narrow():
+    text = figures.format_estimate(make_estimate(notes=()))
+
+    assert text.isascii()
+    assert "Notes" not in text
+    assert not text.endswith("\n")
+
+
+def test_unknown_is_spelled_out():
+    text = figures.format_estimate(make_estimate(device=MYSTERY, context_bytes=0, host=HostMemory({})))
+
+    assert "unknown usable on Mystery accelerator: whether it fits is unknown" in text
+    assert "Host memory: unknown" in text
+    assert " 0 B" not in text
+
+
+def test_names_cannot_steer_the_terminal():
+    # GIVEN names with escape sequences
+    bad = "\x1b[31mred\n"
+    record = Recorder()
+    record.mark(Phase.SETUP, 0)
+    record.allocate(MIB, Category.PARAMETER, bad, bad, bad)
+
+    # WHEN they are written
+    text = figures.format_estimate(make_estimate(record.timeline(), subject=bad, notes=(Note(bad, bad, bad),)))
+
+    # THEN only the text's own line ends are left
+    assert "\x1b" not in text
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_nothing_allocated_is_no_error():
+    assert "Peak nothing is allocated" in figures.format_estimate(make_estimate(Timeline((), 0)))

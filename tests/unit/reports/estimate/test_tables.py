@@ -1,8 +1,11 @@
 import dataclasses
 
+import pytest
+
 from memfit.core.estimate import Note
 from memfit.core.plan import PlanNotFound
-from memfit.reports.estimate import device_tables, figures
+from memfit.core.units import GIB
+from memfit.reports.estimate import figures, tables
 from memfit.reports.parts import HARMLESS
 from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_failed_estimate
 from tests.unit.reports.plan_builders import make_plan, make_small_plan
@@ -13,7 +16,7 @@ def cells(table):
 
 
 def test_estimates_have_a_line_each_with_origins():
-    table = device_tables.estimates([make_estimate(), make_estimate(device=MYSTERY)])
+    table = tables.estimates([make_estimate(), make_estimate(device=MYSTERY)])
 
     assert table.verdict == "ResNet: training, batch size 32, precision float32"
     assert table.is_good
@@ -22,7 +25,7 @@ def test_estimates_have_a_line_each_with_origins():
 
 
 def test_batches_say_where_none_fits():
-    table = device_tables.batches("ResNet", [(64, 68, make_estimate()), (None, None, make_failed_estimate())])
+    table = tables.batches("ResNet", [(64, 68, make_estimate()), (None, None, make_failed_estimate())])
 
     assert table.verdict == "ResNet: largest batch size"
     assert not table.is_good
@@ -32,7 +35,7 @@ def test_batches_say_where_none_fits():
 def test_plans_name_their_moves_and_what_is_missing():
     small = dataclasses.replace(make_small_plan())
     lost = PlanNotFound("no plan fits.\nmore", None)
-    table = device_tables.plans([(RTX_3090, make_plan()), (RTX_3090, PlanNotFound("no plan", small)), (MYSTERY, lost)])
+    table = tables.plans([(RTX_3090, make_plan()), (RTX_3090, PlanNotFound("no plan", small)), (MYSTERY, lost)])
 
     good, bad, unknown = cells(table)
     assert table.verdict == "ResNet: plans"
@@ -57,9 +60,9 @@ def test_notes_say_on_which_device_they_hold():
     )
 
     for table in (
-        device_tables.estimates([plain, old]),
-        device_tables.batches("ResNet", [(8, 9, plain), (8, 9, old)]),
-        device_tables.plans(
+        tables.estimates([plain, old]),
+        tables.batches("ResNet", [(8, 9, plain), (8, 9, old)]),
+        tables.plans(
             [
                 (RTX_3090, dataclasses.replace(make_plan(), notes=plain.notes)),
                 (MYSTERY, PlanNotFound("no plan", dataclasses.replace(make_plan(), notes=old.notes))),
@@ -71,6 +74,36 @@ def test_notes_say_on_which_device_they_hold():
 
 
 def test_values_that_were_read_are_summed_up():
-    table = device_tables.estimates([dataclasses.replace(make_estimate(), notes=(READ, READ))])
+    table = tables.estimates([dataclasses.replace(make_estimate(), notes=(READ, READ))])
 
     assert [line.split(" read")[0] for line in table.parts[1].lines] == ["2 values were"]
+
+
+def test_the_sizes_are_in_order_and_the_chosen_one_is_marked():
+    tried = [(64, 30 * GIB, False), (32, 16 * GIB, True), (48, 23 * GIB, True)]
+
+    assert str(tables.tried_batches(tried, 32, 48, RTX_3090)).splitlines() == [
+        "Batch size 32 is safe; 48 is the limit (23.7 GiB usable on NVIDIA GeForce RTX 3090)",
+        "     batch size      peak  of usable          fits",
+        "  >          32  16.0 GiB        68%           yes",
+        "             48  23.0 GiB        97%  at the limit",
+        "             64  30.0 GiB       127%            no",
+    ]
+
+
+def test_what_is_unknown_is_called_so():
+    text = str(tables.tried_batches([(1, GIB, None)], None, None, MYSTERY))
+
+    assert text.startswith("No batch size fits (unknown usable on")
+    assert text.splitlines()[-1].split() == ["1", "1.00", "GiB", "unknown", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("safe", "limit", "text"),
+    [
+        (48, 48, "Batch size 48 is safe (23.7 GiB usable"),
+        (None, 2, "No batch size is safe; 2 fits at the limit (23.7 GiB usable"),
+    ],
+)
+def test_the_largest_batch_in_one_sentence(safe, limit, text):
+    assert tables.tried_batches([(48, 20 * GIB, True)], safe, limit, RTX_3090).verdict.startswith(text)

@@ -1,0 +1,111 @@
+"""Tables of several results: estimates, batch sizes or plans by device, and the sizes a search for a batch tried."""
+
+from collections.abc import Sequence
+
+from memfit.core.device import Device
+from memfit.core.estimate import Estimate, Note
+from memfit.core.plan import Plan, PlanNotFound
+from memfit.core.units import format_size
+from memfit.reports.estimate import figures
+from memfit.reports.estimate.figures import UNKNOWN, printable
+from memfit.reports.parts import Grid, Line, Part, Report, notes_of
+from memfit.reports.plan import figures as plan_figures
+
+
+def estimates(results: Sequence[Estimate]) -> Report:
+    """One job on several devices."""
+    cells = [(figures.needed(result), *_usable(result), figures.yes_or_no(result.fits)) for result in results]
+    devices = [(result.device, result.notes) for result in results]
+    titles = (">needed (simulated)", ">usable", ">of usable", ">fits")
+    is_good = all(result.fits is not False for result in results)
+    return _by_device(figures.headline(results[0]), devices, titles, cells, is_good)
+
+
+def batches(subject: str, results: Sequence[tuple[int | None, int | None, Estimate]]) -> Report:
+    """The largest batch of one job on several devices, each as (safe batch size, limit, the estimate at the first)."""
+    # Where nothing fits, what is needed is that of the smallest size tried.
+    cells = [(str(safe or "none"), str(limit or "none"), figures.needed(e), *_usable(e)) for safe, limit, e in results]
+    devices = [(estimate.device, estimate.notes) for _, _, estimate in results]
+    titles = (">safe batch size", ">limit", ">needed (simulated)", ">usable", ">of usable")
+    is_good = all(limit is not None for _, limit, _ in results)
+    return _by_device(f"{subject}: largest batch size", devices, titles, cells, is_good)
+
+
+def plans(results: Sequence[tuple[Device, Plan | PlanNotFound]]) -> Report:
+    """The plans of one job for several devices, or why there is none."""
+    known = [(device, result if isinstance(result, Plan) else result.smallest) for device, result in results]
+    subject = next((plan.subject for _, plan in known if plan is not None), "the step")
+    devices = [(device, () if plan is None else plan.notes) for device, plan in known]
+    titles = (">peak (simulated)", ">budget", ">fits", ">time", ">slowdown", "moves")
+    is_good = all(isinstance(result, Plan) for _, result in results)
+    return _by_device(f"{subject}: plans", devices, titles, [_plan_cells(result) for _, result in results], is_good)
+
+
+def _plan_cells(result: Plan | PlanNotFound) -> tuple[str, ...]:
+    plan = result if isinstance(result, Plan) else result.smallest
+    if plan is None:
+        return (UNKNOWN, UNKNOWN, "no", UNKNOWN, UNKNOWN, str(result).splitlines()[0])
+    moves = "; ".join(printable(move.title) for move in plan.moves) or "as it is"
+    return (
+        format_size(plan.after.peak_bytes),
+        format_size(plan.budget_bytes),
+        figures.yes_or_no(plan.fits),
+        plan_figures.with_origin(plan.seconds_after),
+        UNKNOWN if plan.slowdown is None else f"{plan.slowdown:.2f}x",
+        moves if plan.fits else f"nothing that is allowed fits; the smallest: {moves}",
+    )
+
+
+def _by_device(
+    headline: str,
+    devices: Sequence[tuple[Device, Sequence[Note]]],
+    titles: tuple[str, ...],
+    cells: Sequence[tuple[str, ...]],
+    is_good: bool,
+) -> Report:
+    """A line for each device with its cells, and the notes of all."""
+    names = [figures.device_title(device) for device, _ in devices]
+    lines = tuple(Line((name, *row)) for name, row in zip(names, cells, strict=True))
+    notes = notes_of([(name, notes) for name, (_, notes) in zip(names, devices, strict=True)])
+    return Report(printable(headline), [], [Part("Devices", grid=Grid(("device", *titles), lines)), *notes], is_good)
+
+
+def _usable(estimate: Estimate) -> tuple[str, str]:
+    """What the device has, and how much of it is needed."""
+    usable = figures.with_origin(estimate.capacity_bytes, estimate.device.usable_origin)
+    return usable, _share(estimate.peak_bytes, estimate.capacity_bytes)
+
+
+def _share(peak_bytes: int, usable_bytes: int | None) -> str:
+    return f"{peak_bytes / usable_bytes:.0%}" if usable_bytes else UNKNOWN
+
+
+def largest_batch(safe: int | None, limit: int | None) -> str:
+    """The answer to a search for the largest batch in a few words.
+
+    Args:
+        safe: the largest batch size that leaves room for what the estimate may be off by; None when none does.
+        limit: the largest that fits; None when none does.
+    """
+    if limit is None:
+        return "no batch size fits"
+    if safe is None:
+        return f"no batch size is safe; {limit} fits at the limit"
+    return f"batch size {safe} is safe{'' if safe == limit else f'; {limit} is the limit'}"
+
+
+def tried_batches(
+    tried: Sequence[tuple[int, int, bool | None]], safe: int | None, limit: int | None, device: Device
+) -> Report:
+    """That answer, and the batch sizes that were tried, as (batch size, peak bytes, fits)."""
+    lines = []
+    for batch_size, peak_bytes, fits in sorted(tried, key=lambda row: row[0]):
+        is_at_limit = fits and (safe is None or batch_size > safe)
+        answer = "at the limit" if is_at_limit else figures.yes_or_no(fits)
+        mark, share = ">" if batch_size == safe else "", _share(peak_bytes, device.usable_bytes)
+        lines.append(Line((mark, str(batch_size), format_size(peak_bytes), share, answer)))
+    grid = Grid(("", ">batch size", ">peak", ">of usable", ">fits"), tuple(lines))
+    answer = largest_batch(safe, limit)
+    usable = f"{format_size(device.usable_bytes)} usable on {figures.device_title(device)}"
+    is_good = False if limit is None else None if safe is None else True
+    return Report(f"{answer[0].upper()}{answer[1:]} ({usable})", [], [Part("", grid=grid)], is_good)
