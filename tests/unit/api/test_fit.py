@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from tests.unit.frameworks.keras.guard.models import as_array, build, data, dens
 @pytest.fixture(autouse=True)
 def apart(monkeypatch, tmp_path):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpointing, "_finished", {})
+    monkeypatch.setattr(checkpointing, "_finished", Counter())
 
 
 @pytest.fixture
