@@ -17,6 +17,7 @@ import numpy as np
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import ByteFile, fingerprint_of, is_remote, open_file, read_bytes
 from memfit.data.source import Array, Field, Layout, Source
+from memfit.data.sources.tables import Names, choose_names
 
 MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 64 << 10
@@ -140,16 +141,11 @@ class NpySource(NpyArrays):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        name: str = "x",
-        columns: Sequence[str] | None = None,
-        labels: str | None = None,
+        self, path: str | os.PathLike[str], *, name: str = "x", columns: Names = None, labels: str | None = None
     ) -> None:
         file = open_file(path)
         array = NpyArray(file, repr(file.name))
-        fields = fields_of(array, name, columns=columns, labels=labels)
+        fields = _fields_of(array, name, columns, labels)
         super().__init__(os.fspath(path), [(array, fields)], file.name)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
@@ -167,14 +163,7 @@ class NpySource(NpyArrays):
                 target[first - start : first - start + len(part)] = part[field.name]
 
 
-def fields_of(
-    array: NpyArray,
-    name: str,
-    *,
-    is_label: bool = False,
-    columns: Sequence[str] | None = None,
-    labels: str | None = None,
-) -> tuple[Field, ...]:
+def _fields_of(array: NpyArray, name: str, columns: Names, labels: str | None) -> tuple[Field, ...]:
     """The fields of an array: one called `name`, or those of its dtype where that is structured."""
     if array.dtype.fields is None:
         if columns is not None or labels is not None:
@@ -183,20 +172,14 @@ def fields_of(
                 f"{array.name} has no columns, and {', '.join(map(repr, asked))} was asked for. Leave `columns` out; "
                 "as `labels` give the path of a file with as many labels."
             )
-        return (Field(name, array.dtype.newbyteorder("="), array.shape[1:], is_label),)
-    present = array.dtype.names or ()
-    chosen = list(present if columns is None else columns)
-    if labels is not None and labels not in chosen:
-        chosen.append(labels)
-    for column in chosen:
-        if column not in present:
-            raise BadInput(f"{array.name} has no column {column!r}; it has {', '.join(map(repr, present))}.")
+        return (Field(name, array.dtype.newbyteorder("="), array.shape[1:]),)
+    features, targets = choose_names(array.dtype.names or (), columns, labels, kind="column", source=array.name)
     fields = []
-    for column in chosen:
+    for column in (*features, *targets):
         dtype = array.dtype.fields[column][0]
         shape = array.shape[1:] + dtype.shape
-        fields.append(Field(column, dtype.base.newbyteorder("="), shape, is_label or column == labels))
-    return tuple(sorted(fields, key=lambda field: field.is_label))
+        fields.append(Field(column, dtype.base.newbyteorder("="), shape, column in targets))
+    return tuple(fields)
 
 
 def _read_header(

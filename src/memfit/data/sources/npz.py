@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile
 from memfit.data.files import BlockReader, ByteFile, open_file, read_bytes
-from memfit.data.source import PerThread
-from memfit.data.sources.npy import NpyArray, NpyArrays, fields_of
-from memfit.data.sources.tables import reason_of
+from memfit.data.source import Field, PerThread
+from memfit.data.sources.npy import NpyArray, NpyArrays
+from memfit.data.sources.tables import choose_names, reason_of
 
 _LOCAL_HEADER_BYTES = 30
 _SKIP_BYTES = 256 << 10
@@ -41,13 +41,19 @@ class NpzSource(NpyArrays):
     ) -> None:
         file = open_file(path)
         members = list_members(file)
-        features, label = _choose(file.name, list(members), columns, labels)
+        keys, source = list(members), repr(file.name)
+        pair = obvious_pair(keys) if columns is None else None
+        own_labels: tuple[str, ...] = ()
+        if pair is not None and labels in (None, pair[1]):
+            keys, own_labels = list(pair), pair[1:]
+        features, targets = choose_names(keys, columns, labels, kind="array", source=source, own_labels=own_labels)
         arrays = []
-        for key in (*features, *([label] if label is not None else [])):
+        for key in (*features, *targets):
             array = _open_member(file, members[key])
             if array.dtype.fields is not None:
                 raise BadFile(f"{array.name} is a structured array; save its columns as arrays of their own.")
-            arrays.append((array, fields_of(array, key, is_label=key == label)))
+            field = Field(key, array.dtype.newbyteorder("="), array.shape[1:], key in targets)
+            arrays.append((array, (field,)))
         super().__init__(os.fspath(path), arrays, file.name)
         lengths = {field.name: array.shape[0] for field, array in zip(self.fields, self._arrays, strict=True)}
         if len(set(lengths.values())) > 1:
@@ -181,19 +187,3 @@ class _Unpacked(ByteFile):
         # What is passed over is unpacked in pieces of so many bytes, 16 MiB if it weren't for this.
         stream.MAX_SEEK_READ = _SKIP_BYTES
         return stream
-
-
-def _choose(
-    name: str, keys: list[str], columns: Sequence[str] | None, labels: str | None
-) -> tuple[list[str], str | None]:
-    """Keys of the features, and that of the labels."""
-    for key in (*(columns or ()), *([labels] if labels is not None else [])):
-        if key not in keys:
-            raise BadInput(f"{name!r} has no array {key!r}; it has {', '.join(map(repr, keys))}.")
-    pair = obvious_pair(keys) if columns is None else None
-    if pair is not None and labels in (None, pair[1]):
-        return [pair[0]], pair[1]
-    features = [key for key in (keys if columns is None else columns) if key != labels]
-    if not features:
-        raise BadInput(f"{name!r} has nothing but the label {labels!r}; features are needed too.")
-    return features, labels

@@ -31,6 +31,7 @@ from memfit.data.sources.joined import Paired, as_labels, class_names, concatena
 from memfit.data.sources.npy import MAGIC, NpySource
 from memfit.data.sources.npz import NpzSource, obvious_pair
 from memfit.data.sources.parquet import ParquetSource
+from memfit.data.sources.tables import choose_names
 from memfit.data.writing import CLASSES_FILE, FIELDS_FILE, FIELDS_FORMAT
 
 _KINDS = {
@@ -115,16 +116,10 @@ def _open_mapping(source: Mapping[str, Any], columns: list[str] | None, labels: 
     """Files under names; the one that `labels` names is the label."""
     if not source or not all(isinstance(name, str) for name in source):
         raise BadInput(f"a dict of names and paths is needed, such as {{'x': 'x.npy', 'y': 'y.npy'}}; got {source!r}")
-    for name in (*(columns or ()), *([labels] if isinstance(labels, str) else [])):
-        if name not in source:
-            raise BadInput(f"there is no {name!r} among {', '.join(map(repr, source))}{_nearest(name, source)}")
-    chosen = [name for name in (columns or source) if name != labels]
-    if not chosen:
-        raise BadInput(f"nothing but the label {labels!r} was given: features are needed too")
-    features = _side_by_side(named(_open(source[name], None, None, reading), name) for name in chosen)
-    if labels is None:
-        return features
-    return Paired(features, as_labels(named(_open(source[labels], None, None, reading), labels)))
+    features, targets = choose_names(list(source), columns, labels, kind="name", source="the dict")
+    opened = {name: named(_open(source[name], None, None, reading), name) for name in (*features, *targets)}
+    joined = _side_by_side(opened[name] for name in features)
+    return Paired(joined, as_labels(opened[labels])) if targets else joined
 
 
 def _side_by_side(sources: Iterable[Source]) -> Source:
@@ -344,16 +339,8 @@ def _open_members(
 ) -> Source:
     """The fields of a folder that says what they are."""
     paths = {member.name: member.path for member in members}
-    for name in (*(columns or ()), *([labels] if labels is not None else [])):
-        if name not in paths:
-            raise BadInput(
-                f"{path!r} has no field {name!r}{_nearest(name, paths)} It has {', '.join(map(repr, paths))}."
-            )
     own = [member.name for member in members if member.is_label]
-    targets = [labels] if labels is not None else own if columns is None else []
-    features = [name for name in columns or paths if name not in targets and (columns is not None or name not in own)]
-    if not features:
-        raise BadInput(f"{path!r} has nothing but the label {labels!r} then; features are needed too.")
+    features, targets = choose_names(list(paths), columns, labels, kind="field", source=repr(path), own_labels=own)
     joined = _side_by_side(NpySource(paths[name], name=name) for name in features)
     if not targets:
         return joined

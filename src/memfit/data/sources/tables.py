@@ -148,12 +148,27 @@ def fill(out: Array, values: Sequence[Array]) -> None:
             rows[:, place] = column[start : start + step]
 
 
+def choose_names(
+    known: Sequence[str], columns: Names, labels: str | None, *, kind: str, source: str, own_labels: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Names of the features and of the labels; where none are chosen, `own_labels` are labels and all else features."""
+    unknown = [name for name in (*(columns or ()), *([] if labels is None else [labels])) if name not in known]
+    if unknown:
+        raise BadInput(describe_unknown(unknown, known, kind, source))
+    targets = [labels] if labels is not None else list(own_labels) if columns is None else []
+    chosen = [name for name in known if name not in own_labels] if columns is None else columns
+    features = [name for name in chosen if name not in targets]
+    if not features:
+        raise BadInput(f"{source} has nothing but the label {labels!r} then; features are needed too.")
+    return features, targets
+
+
 def describe_unknown(names: Sequence[str], known: Sequence[str], kind: str, source: str) -> str:
     """A message about names that aren't there, with the nearest ones and those that are."""
     described = []
     for name in names:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        near = near or [other for other in known if other.lower() == name.lower()]
+        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+        near = near or [other for other in known if other.lower() == str(name).lower()]
         described.append(f"{name!r} (did you mean {' or '.join(map(repr, near))}?)" if near else repr(name))
     return f"{source} has no {kind} {', '.join(described)}. It has: {_quoted(known)}."
 

@@ -133,7 +133,7 @@ def test_structured_arrays_have_one_field_a_column(tmp_path):
         np.testing.assert_array_equal(found, array[name][7:45])
     chosen = NpySource(path, columns=["class", "image"], labels="class")
     assert [field.name for field in chosen.fields] == ["image", "class"]
-    with pytest.raises(BadInput, match=r"has no column 'b'; it has 'a', 'image', 'class'"):
+    with pytest.raises(BadInput, match=r"has no column 'b'. It has: 'a', 'image', 'class'"):
         NpySource(path, columns=["b"])
 
 

@@ -108,7 +108,7 @@ def test_keys_are_chosen(tmp_path, save):
     assert names(NpzSource(path, labels="c")) == [("a", False), ("b", False), ("c", True)]
     assert names(NpzSource(path, columns=["b"], labels="c")) == [("b", False), ("c", True)]
     assert names(NpzSource(path, columns=["c", "a"])) == [("c", False), ("a", False)]
-    with pytest.raises(BadInput, match=r"d\.npz' has no array 'z'; it has 'a', 'b', 'c'"):
+    with pytest.raises(BadInput, match=r"d\.npz' has no array 'z'. It has: 'a', 'b', 'c'"):
         NpzSource(path, columns=["z"])
     with pytest.raises(BadInput, match="nothing but the label 'c'"):
         NpzSource(path, columns=["c"], labels="c")

@@ -109,8 +109,8 @@ def test_a_dict_names_the_fields(folder):
     assert names(open_source(source, columns=["depth"], labels="class")) == [("depth", False), ("class", True)]
     assert names(open_source(source, columns="depth")) == [("depth", False)]
     assert names(open_source({"a": "1.npy"}, labels="2.npy")) == [("a", False), ("x", True)]
-    assert refusal(source, labels="clas").endswith(
-        "there is no 'clas' among 'image', 'depth', 'class'; did you mean 'class'?"
+    assert refusal(source, labels="clas") == (
+        "the dict has no name 'clas' (did you mean 'class'?). It has: 'image', 'depth', 'class'."
     )
     assert "nothing but the label 'a'" in refusal({"a": "1.npy"}, labels="a")
     assert "a dict of names and paths is needed" in refusal({})
@@ -485,7 +485,7 @@ def test_a_folder_that_says_its_labels(folder):
     assert names(open_source("said", columns="b", labels="label")) == [("b", False), ("label", True)]
     other = open_source("said", labels="b")
     assert (names(other), other.classes) == ([("a", False), ("b", True)], ())
-    assert "'said' has no field 'lable'; did you mean 'label'? It has 'a', 'b'" in refusal("said", labels="lable")
+    assert "'said' has no field 'lable' (did you mean 'label'?). It has: 'a', 'b'" in refusal("said", labels="lable")
     assert "features are needed too" in refusal("said", columns="b", labels="b")
 
 
