@@ -447,3 +447,17 @@ def test_functions_that_still_run_keep_their_variables():
     except RuntimeError as error:
         oom.clear_frames(error)
     assert kept.sum() == 3
+
+
+def test_only_what_ran_out_is_caught():
+    def run_out():
+        raise MemoryError("no memory")
+
+    def fail():
+        raise KeyError("labels")
+
+    assert oom.caught(lambda: None) is None
+    failure = oom.caught(run_out)
+    assert failure is not None and failure.where is Where.HOST
+    with pytest.raises(KeyError):
+        oom.caught(fail)

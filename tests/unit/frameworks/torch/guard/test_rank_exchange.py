@@ -39,6 +39,7 @@ def exchange():
 def test_numbers_of_one_process_come_back():
     assert exchange().agree([5, -3, 2**62]) == [5, -3, 2**62]
     assert exchange().total(2.5) == 2.5
+    assert (exchange().agreed(True), exchange().agreed(False), exchange().share("text")) == (True, False, "text")
 
 
 def test_more_numbers_than_fit_into_one_exchange():
