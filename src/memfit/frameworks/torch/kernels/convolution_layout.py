@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit.frameworks.torch.shapes.shapes import HALVES, META, Arguments, Operator, Options, shape_like
+from memfit.frameworks.torch.shapes.shapes import HALVES, META, Arguments, Operator, Options, run, shape_like
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -40,26 +40,10 @@ def channels_last_format(*tensors: torch.Tensor) -> torch.memory_format | None:
 
 
 def forward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
-    """Output of `convolution`; what looks wrong is left to PyTorch's own rule, which says why."""
-    data, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
-    dims = data.dim()
-    if dims != weight.dim() or not 3 <= dims <= 5 or not len(stride) == len(padding) == len(dilation) == dims - 2:
-        return NotImplemented
-    if data.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
-        return NotImplemented
-    size = [data.shape[0], weight.shape[1] * groups if transposed else weight.shape[0]]
-    for dim in range(dims - 2):
-        reach = dilation[dim] * (weight.shape[dim + 2] - 1)
-        length = data.shape[dim + 2]
-        if transposed:
-            length = (length - 1) * stride[dim] - 2 * padding[dim] + reach + output_padding[dim] + 1
-        else:
-            length = (length + 2 * padding[dim] - reach - 1) // stride[dim] + 1
-        if length < 1:
-            return NotImplemented
-        size.append(length)
-    layout = channels_last_format(data, weight) or torch.contiguous_format
-    return torch.empty(size, dtype=data.dtype, device=META, memory_format=layout)
+    """Output of `convolution`."""
+    out = run(func, args, kwargs, lambda func, args, kwargs: func(*args, **kwargs))
+    layout = channels_last_format(args[0], args[1]) or torch.contiguous_format
+    return torch.empty(out.shape, dtype=out.dtype, device=META, memory_format=layout)
 
 
 def backward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
