@@ -22,6 +22,10 @@ _ELEMENTWISE = frozenset({
     "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "stochastic-convert", "subtract", "tan",
     "tanh", "xor",
 })  # fmt: skip
+_ALIGNMENT_BYTES = 64
+# Packing compares each buffer with all others; beyond so many the smallest, which hardly matter, are added up.
+_MOST_PACKED = 2500
+_Spans = list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -328,13 +332,6 @@ def _at(tree: object, path: tuple[int, ...]) -> object:
             return ()
         tree = tree[place]
     return tree
-
-
-_ALIGNMENT_BYTES = 64
-# Packing compares each buffer with all others; beyond so many the smallest, which hardly matter, are added up.
-_MOST_PACKED = 2500
-
-_Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,12 @@ _OWN_SCOPES = frozenset({
 })  # fmt: skip
 _WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|checkpoint|remat|linearize|pmap|shard_map)\((.*)\)$")
 _NAME = re.compile(r"^[A-Za-z_][\w.\-\[\]]*$")
+PhaseOf = Callable[[str], Phase | None]
+"""The part of a step that an operation belongs to, from its name; None where the name doesn't say."""
+Describe = Callable[[int], tuple[Category, str]]
+"""What an argument (or a result) of the program is for, and the module that it belongs to, from its number."""
+# Scalars that are part of a program say nothing.
+_SMALLEST_CONSTANT_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +37,6 @@ class Origin:
     op: str
     source: str
     is_named: bool = True  # the framework said something about it
-
-
-PhaseOf = Callable[[str], Phase | None]
-"""The part of a step that an operation belongs to, from its name; None where the name doesn't say."""
 
 
 class Origins:
@@ -126,13 +128,6 @@ def _split(name: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part for part in parts if part]
-
-
-Describe = Callable[[int], tuple[Category, str]]
-"""What an argument (or a result) of the program is for, and the module that it belongs to, from its number."""
-
-# Scalars that are part of a program say nothing.
-_SMALLEST_CONSTANT_BYTES = 1024
 
 
 class Program:

@@ -25,16 +25,8 @@ from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
 from memfit.frameworks.jax import internals
+from memfit.frameworks.jax.apply import training
 from memfit.frameworks.jax.apply.marked import Call, num_bytes
-from memfit.frameworks.jax.apply.training import (
-    TrainStep,
-    check_batch,
-    join_params,
-    look,
-    resized,
-    shapes,
-    split_params,
-)
 from memfit.frameworks.jax.trace import arguments as roles
 from memfit.frameworks.jax.trace.arguments import is_array
 from memfit.frameworks.jax.trace.compiled import compile_step, read
@@ -53,6 +45,29 @@ _HINTS = (
     (jax.errors.TracerArrayConversionError, _VALUE_NEEDED),
     (jax.errors.TracerIntegerConversionError, _VALUE_NEEDED),
 )
+_TIMED_SAMPLES = 8
+_NUM_TIMED = 3
+_KINDS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+SIMULATED = (
+    Note(
+        "xla-cpu-layout",
+        "simulated from XLA's layout for this machine's CPU. On a GPU, XLA fuses and orders instructions "
+        "differently, which changes temporaries; arguments and results are the same",
+    ),
+    Note("xla-library-workspaces", "workspaces of cuDNN and cuBLAS, which XLA picks on the GPU itself, aren't counted"),
+    Note(
+        "xla-preallocation",
+        "JAX takes 75% of a GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE and "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION change that); what is shown is what the step needs of it",
+    ),
+)
+_WIDENED = Note(
+    "xla-cpu-bfloat16",
+    "XLA for CPU widens some bfloat16 and float16 arithmetic to float32; on a GPU such temporaries are half as large",
+)
+_ARGUMENTS = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
+_RESULTS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.TEMPORARY)
+"""What a step takes and gives, in order."""
 
 
 def name_of(step: Any) -> str:
@@ -185,29 +200,6 @@ def explained() -> Iterator[None]:
         hint = next((hint for kind, hint in _HINTS if isinstance(error, kind)), "")
         message = f"the step failed as JAX traced it{where}: {type(error).__name__}: {text}"
         raise StepFailed(message + (f"\n    {line}" if line else "") + (f"\n{hint}" if hint else "")) from error
-
-
-_TIMED_SAMPLES = 8
-_NUM_TIMED = 3
-_KINDS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
-
-SIMULATED = (
-    Note(
-        "xla-cpu-layout",
-        "simulated from XLA's layout for this machine's CPU. On a GPU, XLA fuses and orders instructions "
-        "differently, which changes temporaries; arguments and results are the same",
-    ),
-    Note("xla-library-workspaces", "workspaces of cuDNN and cuBLAS, which XLA picks on the GPU itself, aren't counted"),
-    Note(
-        "xla-preallocation",
-        "JAX takes 75% of a GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE and "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION change that); what is shown is what the step needs of it",
-    ),
-)
-_WIDENED = Note(
-    "xla-cpu-bfloat16",
-    "XLA for CPU widens some bfloat16 and float16 arithmetic to float32; on a GPU such temporaries are half as large",
-)
 
 
 def is_step(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
@@ -363,14 +355,14 @@ class OpenTraining:
         self.optimizer = job.optimizer
         self.device = device
         # Refuses what can't be a step before anything is traced.
-        TrainStep(self.loss, self.optimizer, Settings())
+        training.TrainStep(self.loss, self.optimizer, Settings())
         self.params, batch = given
-        self.batch = shapes(batch)
-        own = check_batch(self.batch)
+        self.batch = training.shapes(batch)
+        own = training.check_batch(self.batch)
         if batch_size is not None:
             if own is None:
                 raise BadBatch(f"the batch has no dimension of samples, so that it can't have {batch_size} of them.")
-            self.batch = resized(self.batch, batch_size)
+            self.batch = training.resized(self.batch, batch_size)
         self.batch_size = own if batch_size is None else batch_size
         self._precision = job.precision
         self.name = job.name or getattr(self.loss, "__name__", None) or type(self.loss).__name__
@@ -379,17 +371,17 @@ class OpenTraining:
     def look(self) -> tuple[float, tuple[Call, ...]]:
         """(operations of the forward pass, calls of marked blocks)."""
         with explained():
-            return look(self.loss, self.params, self.batch)
+            return training.look(self.loss, self.params, self.batch)
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:
         """The step, compiled as settings run it, for the batch as it was given or one of another size."""
-        batch = self.batch if batch_size in (None, self.batch_size) else resized(self.batch, batch_size or 1)
+        batch = self.batch if batch_size in (None, self.batch_size) else training.resized(self.batch, batch_size or 1)
         settings = settings or Settings()
         if settings.precision is None:
             settings = replace(settings, precision=self._precision)
         as_on_gpu = self.device.kind is Kind.CUDA
         with explained(), quiet():
-            step = TrainStep(self.loss, self.optimizer, settings)
+            step = training.TrainStep(self.loss, self.optimizer, settings)
             function, arguments, donated = step.to_compile(self.params, batch)
             compiled = compile_step(function, arguments, donate_argnums=donated, as_on_gpu=as_on_gpu)
         trained, fixed, state, _ = arguments
@@ -410,14 +402,14 @@ class OpenTraining:
         if self.batch_size is None or self.batch_size == 1:
             return self._timed(self.batch), 0.0
         few, many = 1, min(self.batch_size, max(_TIMED_SAMPLES, self.batch_size // _TIMED_SAMPLES))
-        short, long = (self._timed(resized(self.batch, count)) for count in (few, many))
+        short, long = (self._timed(training.resized(self.batch, count)) for count in (few, many))
         sample = max(long - short, 0.1 * long) / (many - few)
         return sample, max(0.0, short - sample)
 
     def _timed(self, batch: Any) -> float:
-        trained, fixed, structure = split_params(self.params)
+        trained, fixed, structure = training.split_params(self.params)
         zeros = jax.tree.map(_zeros, (trained, fixed, batch))
-        run = jax.jit(lambda own, other, data: self.loss(join_params(own, other, structure), data))
+        run = jax.jit(lambda own, other, data: self.loss(training.join_params(own, other, structure), data))
         jax.block_until_ready(run(*zeros))
         times = []
         for _ in range(_NUM_TIMED):
@@ -425,11 +417,6 @@ class OpenTraining:
             jax.block_until_ready(run(*zeros))
             times.append(time.perf_counter() - started)
         return min(times)
-
-
-_ARGUMENTS = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.BATCH)
-_RESULTS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.TEMPORARY)
-"""What a step takes and gives, in order."""
 
 
 def _named(categories: tuple[Category, ...], trees: tuple[Any, ...]) -> list[tuple[Category, str]]:

@@ -22,6 +22,10 @@ from memfit.frameworks.keras.model import layer_paths
 
 # Non-trainable variables up to this size are taken for state: statistics and seeds, as opposed to frozen weights.
 _STATE_ELEMENTS = 65_536
+Recompute = Callable[..., list[Any]]
+_TENSOR = object()
+"""Stands where a tensor belongs."""
+Undo = Callable[[], None]
 
 
 class _Unknown(BaseException):
@@ -75,9 +79,6 @@ class _Shape:
     masked: list[int] = field(default_factory=list)
     changed: list[Any] = field(default_factory=list)
     num_losses: int = 0
-
-
-Recompute = Callable[..., list[Any]]
 
 
 class StatelessCall:
@@ -170,10 +171,6 @@ class StatelessCall:
         return keras.tree.pack_sequence_as(shape.structure, flat)
 
 
-_TENSOR = object()
-"""Stands where a tensor belongs."""
-
-
 def _flattened(outputs: Any, scope: _Scope, shape: _Shape) -> list[Any]:
     flat = keras.tree.flatten(outputs)
     are_tensors = [keras.ops.is_tensor(value) for value in flat]
@@ -190,9 +187,6 @@ def _flattened(outputs: Any, scope: _Scope, shape: _Shape) -> list[Any]:
         *(scope.state_mapping[id(variable)] for variable in shape.changed),
         *scope.losses,
     ]
-
-
-Undo = Callable[[], None]
 
 
 def apply(settings: Settings, model: keras.Model) -> Undo:

@@ -26,6 +26,16 @@ _BATCH = 2
 _VIEWS = (keras.layers.Reshape, keras.layers.Flatten, keras.layers.InputLayer)
 # The backward pass of these needs their result alone.
 _BY_RESULT = ("linear", "relu", "relu6", "sigmoid", "tanh", "softmax")
+# A tensor that waits for longer than this many calls, and than this part of all calls, is a skip.
+_SKIP_CALLS, _SKIP_SHARE = 20, 0.25
+# Chains are cut after this many calls at the latest: whatever a unit keeps is there at once in its recomputation.
+_CHAIN_CALLS = 24
+# A place in a chain is narrow if what follows is so many times as wide.
+_WIDENS = 1.5
+# A layer of layers that keeps more of the model than this is looked into rather than taken as one.
+_LARGE_SHARE = 0.6
+# What keeps less beside its inputs than this part of them isn't worth its time.
+_LEAST_SHARE = 0.25
 
 
 @dataclass(slots=True)
@@ -167,18 +177,6 @@ def _recurrent(one: Call) -> tuple[int, int]:
     gates = {"LSTM": 4, "GRU": 3}.get(type(layer).__name__, 1)
     steps = given[0] * given[1]
     return steps * units * (2 * gates + 2), 2 * steps * gates * units * (given[-1] + units)
-
-
-# A tensor that waits for longer than this many calls, and than this part of all calls, is a skip.
-_SKIP_CALLS, _SKIP_SHARE = 20, 0.25
-# Chains are cut after this many calls at the latest: whatever a unit keeps is there at once in its recomputation.
-_CHAIN_CALLS = 24
-# A place in a chain is narrow if what follows is so many times as wide.
-_WIDENS = 1.5
-# A layer of layers that keeps more of the model than this is looked into rather than taken as one.
-_LARGE_SHARE = 0.6
-# What keeps less beside its inputs than this part of them isn't worth its time.
-_LEAST_SHARE = 0.25
 
 
 def units(model: keras.Model, inputs: Any = None) -> tuple[Part, ...]:

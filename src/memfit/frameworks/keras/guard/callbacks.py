@@ -19,6 +19,8 @@ from memfit.frameworks.keras.guard.data import found_in_fit
 
 # `min_delta` is an option whose sign Keras turns after the first epoch of a process; stored, it would be turned twice.
 _NEVER = ("model", "_model", "params", "_params", "min_delta")
+# Numbers of any kind may follow each other.
+_KINDS: tuple[Any, ...] = ((bool, int, float, numpy.number), (str,), (list, tuple), (dict,), (numpy.ndarray,))
 
 
 class CallbackStates:
@@ -66,10 +68,6 @@ class CallbackStates:
             for name, value in match[1].items():
                 if name not in _NEVER:
                     setattr(callback, name, decoder.decode(value))
-
-
-# Numbers of any kind may follow each other.
-_KINDS: tuple[Any, ...] = ((bool, int, float, numpy.number), (str,), (list, tuple), (dict,), (numpy.ndarray,))
 
 
 def _plain(callback: Any) -> dict[str, Any]:

@@ -33,6 +33,7 @@ _OBJECTS = (
     internals.Tracker,
 )
 _CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
+_BACKENDS = ("torch", "jax", "tensorflow")
 
 
 @contextmanager
@@ -92,9 +93,6 @@ class Snapshot:
                 kind.extend(container, contents)
             else:
                 kind.update(container, contents)
-
-
-_BACKENDS = ("torch", "jax", "tensorflow")
 
 
 class OpenModel:

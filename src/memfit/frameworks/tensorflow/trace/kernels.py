@@ -65,6 +65,17 @@ _OPERATIONS, _BYTES, _CALL_SECONDS = 45e9, 20e9, 2e-6
 _ACROSS_FACTOR = 6
 # The gradient of a convolution's filter takes so much longer than that of its input.
 _FILTER_FACTOR = 1.35
+_LARGEST_VALUE = 64
+_NAME = "inferred"
+# Operators whose outputs only the run tells the shapes of, but which are no larger than the inputs.
+_OF_INPUTS_SIZE = frozenset({"BroadcastGradientArgs", "ListDiff", "Unique", "Where"})
+# What follows from shapes alone.
+_OF_SHAPES: dict[str, Callable[[list[Shape]], list[Any]]] = {
+    "Shape": lambda shapes: [shapes[0]],
+    "ShapeN": lambda shapes: list(shapes),
+    "Size": lambda shapes: [math.prod(shapes[0])],
+    "Rank": lambda shapes: [len(shapes[0])],
+}
 
 
 def forwarded(node: Node, port: int) -> tuple[int, ...]:
@@ -131,19 +142,6 @@ def output_shape(node: Node, port: int, shapes: list[Shape | None]) -> Shape:
         return tuple(int(size) for size in np.broadcast_shapes(*known))
     except ValueError:
         return max(known, key=math.prod)
-
-
-_LARGEST_VALUE = 64
-_NAME = "inferred"
-# Operators whose outputs only the run tells the shapes of, but which are no larger than the inputs.
-_OF_INPUTS_SIZE = frozenset({"BroadcastGradientArgs", "ListDiff", "Unique", "Where"})
-# What follows from shapes alone.
-_OF_SHAPES: dict[str, Callable[[list[Shape]], list[Any]]] = {
-    "Shape": lambda shapes: [shapes[0]],
-    "ShapeN": lambda shapes: list(shapes),
-    "Size": lambda shapes: [math.prod(shapes[0])],
-    "Rank": lambda shapes: [len(shapes[0])],
-}
 
 
 @final
