@@ -133,9 +133,10 @@ def script_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
 def opened(target: str, arguments: argparse.Namespace) -> Iterator[tuple[Job, list[Device]]]:
     """The job and the devices that the options name, and what is shown while they are worked on."""
     with output.progress(f"tracing {target}", quiet=arguments.json):
-        # A name that is wrong is refused before a model is built.
-        devices = [resolve(name) for name in arguments.devices or [None]]
-        yield load_job(target, arguments), devices
+        # A name that is wrong is refused before a model is built; this machine's own device is looked for after that.
+        devices = [resolve(name) for name in arguments.devices]
+        job = load_job(target, arguments)
+        yield job, devices or [resolve(None)]
 
 
 def load_job(target: str, arguments: argparse.Namespace) -> Job:

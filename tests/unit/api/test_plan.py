@@ -324,7 +324,7 @@ class TestBadInput:
         ("options", "words"),
         [
             ({"precision": "int3"}, "precision must be keep, auto or one of"),
-            ({"allow": ("magic",)}, "'magic' is nothing that can be allowed"),
+            ({"allow": ("magic",)}, "'magic' is not something that can be allowed"),
             ({"count": 0}, "count must be a whole number from 1 up"),
             ({"count": "2"}, "count must be a whole number from 1 up"),
             ({"count": 1.5}, "count must be a whole number from 1 up"),

@@ -10,8 +10,6 @@ from memfit.core.errors import BadInput
 from memfit.core.guarding import CannotFit
 from memfit.frameworks.torch.guard.ensemble import Combined, Ensemble, fingerprint_of, join, structure
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 KEPT = []
 ALIVE = weakref.WeakSet()
 

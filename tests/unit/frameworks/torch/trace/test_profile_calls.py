@@ -54,7 +54,6 @@ def test_saved_tensors_know_who_saved_them_and_when_they_are_let_go():
 def test_phases_are_found():
     watch, timeline = watched(make_model(), optimizer=torch.optim.SGD)
     marks = {mark.phase: mark.tick for mark in timeline.marks if mark.step == 1}
-    assert watch.forward == marks[Phase.FORWARD]
     assert watch.backward == marks[Phase.BACKWARD]
     assert watch.end_of_backward == marks[Phase.OPTIMIZER]
 
