@@ -185,7 +185,10 @@ def begin(folder, **options):
 
 
 def until_gone(pids):
-    while any(map(is_running, pids)):
+    # They sleep for a minute: less than that shows that somebody has ended them.
+    deadline = time.monotonic() + 40
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.02)
 
 

@@ -178,6 +178,8 @@ def divide(report: int | None) -> None:
 
 
 def _end_everything(number: int, frame: FrameType | None) -> None:
+    # It comes again with each further thread of the supervisor that ends, and must not interrupt what it began.
+    signal.signal(number, signal.SIG_IGN)
     processes.end_descendants(os.getpid(), 0.0)
     os._exit(1)
 
