@@ -77,7 +77,7 @@ class Ranks(Protocol):
         return value
 
     def agreed(self, value: bool) -> bool:
-        """What the first process says."""
+        """True if true on all processes."""
         return value
 
     def agree(self, numbers: list[int]) -> list[int]:

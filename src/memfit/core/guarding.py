@@ -118,7 +118,7 @@ class Blame(StrEnum):
 
     MOVES = "moves"  # the model can't have the stronger moves
     PARTS = "parts"  # its batches can't be split
-    SINGLE_SAMPLES = "single samples"  # Micro-batches need two samples
+    SINGLE_SAMPLES = "single samples"  # micro-batches need two samples
 
 
 @dataclass(frozen=True, slots=True, repr=False)

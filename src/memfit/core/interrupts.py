@@ -22,7 +22,7 @@ def _is_command() -> bool:
 
 
 def _module() -> str | None:
-    """What `python -m` was words; None without it."""
+    """What `python -m` was given; None without it."""
     words = getattr(sys, "orig_argv", [])
     return words[words.index("-m") + 1] if "-m" in words[:-1] else None
 

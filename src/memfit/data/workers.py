@@ -153,6 +153,7 @@ class _Memory:
         if self._map is None or len(self._map) < size:
             if self._map is not None:
                 self._map.close()
+                self._map = None
             self._map = mmap.mmap(self.file, size)
         return memoryview(self._map)
 

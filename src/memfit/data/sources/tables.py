@@ -79,8 +79,11 @@ def load(module: str, subject: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0].replace("PIL", "pillow")
-        raise MissingDependency(f"{subject}, for which {package} is needed: {how_to_install(package)}") from error
+        top = module.partition(".")[0]
+        package = top.replace("PIL", "pillow")
+        is_there = not (isinstance(error, ModuleNotFoundError) and error.name == top)
+        why = f". It is there, but can't be imported: {error}" if is_there else ""
+        raise MissingDependency(f"{subject}, for which {package} is needed: {how_to_install(package)}{why}") from error
 
 
 def choose_fields(table: Sequence[Column], *, columns: Names, labels: str | None, source: str) -> tuple[Part, ...]:
@@ -158,6 +161,8 @@ def choose_names(
     targets = [labels] if labels is not None else list(own_labels) if columns is None else []
     chosen = [name for name in known if name not in own_labels] if columns is None else columns
     features = [name for name in chosen if name not in targets]
+    if not features and labels is None:
+        raise BadInput(f"columns names no {kind} of {source}. Leave it out to use all of them.")
     if not features:
         raise BadInput(f"{source} has nothing but the label {labels!r} then; features are needed too.")
     return features, targets

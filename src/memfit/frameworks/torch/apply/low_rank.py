@@ -8,6 +8,7 @@ and becomes floating-point for the time of a matrix product, once in the forward
 
 import math
 import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -51,8 +52,11 @@ def add_adapters(model: torch.nn.Module, rank: int, *, quantized: bool = False, 
         for parameter in trained:
             undo.callback(parameter.requires_grad_, True)
             parameter.requires_grad_(False)
+        weights = _Weights() if quantized else None
+        if weights is not None:
+            undo.callback(weights.close)
         for layer in layers:
-            undo.callback(_adapted(layer, rank, quantized=quantized))
+            undo.callback(_adapted(layer, rank, weights))
         return undo.pop_all().close
 
 
@@ -121,16 +125,27 @@ def _head(model: torch.nn.Module) -> torch.nn.Module | None:
     return linear[-1] if linear else None
 
 
-def _filed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in a file that ends with it, so that neither the device nor the host holds it."""
-    tensor = tensor if dense(tensor) else tensor.contiguous()
-    num, strides = tensor.numel(), tensor.stride()
-    with tempfile.NamedTemporaryFile() as file:
-        # In the order of memory, whatever the layout. Written, because a map of a full disk would end the program.
-        file.write(tensor.as_strided((num,), (1,)).cpu().view(torch.uint8).numpy().data)
-        file.flush()
-        mapped = torch.from_file(file.name, shared=True, size=num, dtype=tensor.dtype)
-    return mapped.as_strided(tensor.shape, strides)
+class _Weights:
+    """Tensors that wait in one file without a name, so that neither the device nor the host holds or maps them."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as weights are in it
+        self.close = weakref.finalize(self, self._file.close)
+
+    def put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Writes a tensor; returns what reads it, back to where it was."""
+        tensor = tensor if dense(tensor) else tensor.contiguous()
+        start, num = self._file.seek(0, 2), tensor.numel()
+        shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        # In the order of memory, whatever the layout.
+        self._file.write(tensor.as_strided((num,), (1,)).cpu().view(torch.uint8).numpy().data)
+
+        def get() -> torch.Tensor:
+            self._file.seek(start)
+            held = bytearray(self._file.read(num * dtype.itemsize))
+            return torch.frombuffer(held, dtype=dtype).as_strided(shape, stride).to(device)
+
+        return get
 
 
 class _Adapted(torch.nn.Module):
@@ -170,14 +185,15 @@ def _made(plain: Any) -> torch.nn.Module:
     return adapted.__new__(adapted)
 
 
-def _adapted(layer: torch.nn.Module, rank: int, *, quantized: bool) -> Undo:
-    """Adds an adapter to one layer, whose weights become 4-bit numbers where it is to be quantized."""
+def _adapted(layer: torch.nn.Module, rank: int, weights: _Weights | None) -> Undo:
+    """Adds an adapter to one layer; with a place for its weights, these become 4-bit numbers."""
     weight: Any = layer.weight
     outputs, inputs = weight.shape if _is_linear(layer) else reversed(weight.shape)
     down = torch.empty(rank, inputs, dtype=weight.dtype, device=weight.device)
     up = torch.zeros(outputs, rank, dtype=weight.dtype, device=weight.device)
     torch.nn.init.kaiming_uniform_(down, a=math.sqrt(5))
-    restore = _quantized(layer) if quantized and weight.numel() and weight.numel() % 2 == 0 else None
+    can_quantize = weight.numel() > 0 and weight.numel() % 2 == 0
+    restore = _quantized(layer, weights) if weights is not None and can_quantize else None
     layer.register_parameter(DOWN, torch.nn.Parameter(down))
     layer.register_parameter(UP, torch.nn.Parameter(up))
     plain: Any = type(layer)
@@ -190,20 +206,22 @@ def _adapted(layer: torch.nn.Module, rank: int, *, quantized: bool) -> Undo:
         if restore is not None:
             restore()
         if learned_up is not None and learned_down is not None and not simulated(learned_up) and learned_up.any():
-            # The layer then computes the same without the adapter.
+            # The layer then computes the same without the adapter. Its weight may be another than before: loading with
+            # `assign` replaces it.
             product = learned_up @ learned_down
-            weight.add_(product if _is_linear(layer) else product.t())
+            now: Any = layer.weight
+            now.add_(product if _is_linear(layer) else product.t())
 
     return undo
 
 
-def _quantized(layer: torch.nn.Module) -> Undo:
+def _quantized(layer: torch.nn.Module, weights: _Weights) -> Undo:
     """Makes the weight of one layer 4-bit numbers; what undoes it brings back the very same weight."""
     weight: Any = layer.weight
     # The parameter itself stays, because optimizers hold it; only what is in it changes.
     before = weight.detach()
-    shape, stride, dtype, device = before.shape, before.stride(), before.dtype, before.device
-    kept = None if simulated(before) else _filed(before)
+    shape, stride, dtype = before.shape, before.stride(), before.dtype
+    kept = None if simulated(before) else weights.put(before)
     # Linear layers are used row by row, whichever way the weight is stored.
     rows = before if _is_linear(layer) else before.t()
     codes, scales = kernels.quantize_4bit(rows.reshape(-1))
@@ -212,7 +230,7 @@ def _quantized(layer: torch.nn.Module) -> Undo:
 
     def undo() -> None:
         if kept is not None:
-            weight.data = kept.to(device, copy=True)
+            weight.data = kept()
         else:
             # Nobody asks for the memory that this takes in a simulation.
             with internals.outside_simulation():

@@ -146,8 +146,8 @@ class TrainerGuard(LibraryLoop):
                 return function(*arguments, **named)
 
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            clip = functools.partial(protected, getattr(accelerator, name))
-            self.replace(accelerator, name, clip)
+            plain = getattr(accelerator, name)
+            self.replace(accelerator, name, functools.wraps(plain)(functools.partial(protected, plain)))
         step = optimizer.step
 
         @functools.wraps(step)

@@ -31,7 +31,7 @@ STAND_IN = "stand-in-value"
 NO_RULE = "no-shape-rule"
 # Attribute of a boolean tensor that `all()` made.
 _IS_ALL = "_memfit_is_all"
-_MAX_FRAMES = 25
+_MAX_FRAMES = 27
 _LARGEST_HOST_RUN_BYTES = 256 * MIB
 
 

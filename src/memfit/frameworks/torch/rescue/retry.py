@@ -98,7 +98,7 @@ class Retrying(TorchDispatchMode):
         if not operator.retry:
             return func(*args, **kwargs)
         undo = None
-        if operator.draws or operator.restored:
+        if operator.may_draw or operator.restored:
             written: list[torch.Tensor] = []
             for index, name in operator.restored:
                 value = args[index] if index < len(args) else kwargs.get(name)
@@ -106,7 +106,7 @@ class Retrying(TorchDispatchMode):
                 written += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
             if sum(tensor.numel() * tensor.element_size() for tensor in written) > _SMALL_BYTES:
                 return func(*args, **kwargs)
-            undo = self._undo(written, generator_states([*args, *kwargs.values()]) if operator.draws else [])
+            undo = self._undo(written, generator_states([*args, *kwargs.values()]) if operator.may_draw else [])
         return rerun(lambda: func(*args, **kwargs), self._make_room, operator.name, self._count, undo)
 
     def _undo(
@@ -129,7 +129,8 @@ class Operator:
 
     name: str
     retry: bool
-    draws: bool = False  # random numbers
+    draws: bool = False  # random numbers, as PyTorch says
+    may_draw: bool = False  # the same, or an operator of another library, which doesn't say
     writes: tuple[tuple[int, str], ...] = ()  # arguments that it writes to: (position, name)
     restored: tuple[tuple[int, str], ...] = ()  # those that have to be put back before another try
     list_position: int | None = None  # the first argument that is a list of tensors that it writes to
@@ -143,7 +144,7 @@ def operator_of(func: Any) -> Operator:
         # A higher-order operator: runs functions of the script, which may do anything.
         return Operator(str(func), retry=False)
     known = schema.name.startswith(("aten::", "prims::"))
-    draws = not known or torch.Tag.nondeterministic_seeded in func.tags
+    draws = torch.Tag.nondeterministic_seeded in func.tags
     name = schema.name.replace("::", ".")
     writes = tuple(
         (index, argument.name)
@@ -155,7 +156,7 @@ def operator_of(func: Any) -> Operator:
     lists = (index for index, argument in positional if str(argument.type).startswith("List["))
     is_pointwise = known and torch.Tag.pointwise in func.tags and not name.startswith("aten._foreach")
     restored = () if is_pointwise or schema.name in _OVERWRITING else writes
-    return Operator(name, True, draws, writes, restored, next(lists, None))
+    return Operator(name, True, draws, draws or not known, writes, restored, next(lists, None))
 
 
 def generator_states(arguments: Sequence[Any]) -> list[tuple[torch.Generator, torch.Tensor]]:

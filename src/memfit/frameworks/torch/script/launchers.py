@@ -113,7 +113,7 @@ class Launchers:
             if variables["WORLD_SIZE"] != "1":
                 text = f"of {variables['WORLD_SIZE']} launched processes only the first was run, in this process"
                 launchers.report(distributed.SPAWNED, text)
-            with environment(**variables):
+            with environment(variables, restores_all=True):
                 if callable(self._entrypoint):
                     return {0: self._entrypoint(*arguments)}
                 launchers.run(program_of([self._entrypoint, *arguments]))
@@ -130,7 +130,7 @@ class Launchers:
 
         def prepare_simple_launcher_cmd_env(args: Any) -> NoReturn:
             words, variables = plain(args)
-            with environment(**variables):
+            with environment(variables, restores_all=True):
                 self.run(program_of(words))
             sys.exit(0)
 

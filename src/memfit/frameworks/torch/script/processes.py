@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -69,21 +69,26 @@ _IDLE_SECONDS, _OWN_IDLE_SECONDS = 10.0, 60.0
 
 
 @contextlib.contextmanager
-def environment(**values: str | None) -> Iterator[None]:
-    """Sets variables of the environment, or takes them out (None), while it lasts."""
-    before = {name: os.environ.get(name) for name in values}
+def environment(values: Mapping[str, str | None], *, restores_all: bool = False) -> Iterator[None]:
+    """Sets variables of the environment, or takes them out (None), while it lasts.
 
-    def put(variables: dict[str, str | None]) -> None:
+    With `restores_all` also those that others have set or taken out meanwhile are afterwards as they were before.
+    """
+    before: dict[str, str | None] = {name: os.environ.get(name) for name in (os.environ if restores_all else values)}
+    before |= {name: os.environ.get(name) for name in values}
+
+    def put(variables: Mapping[str, str | None]) -> None:
         for name, value in variables.items():
-            os.environ.pop(name, None)
-            if value is not None:
+            if value is None:
+                os.environ.pop(name, None)
+            else:
                 os.environ[name] = value
 
     put(values)
     try:
         yield
     finally:
-        put(before)
+        put(dict.fromkeys(os.environ.keys() - before.keys()) | before if restores_all else before)
 
 
 def following(request_path: str, program: str) -> contextlib.AbstractContextManager[None]:
@@ -93,7 +98,7 @@ def following(request_path: str, program: str) -> contextlib.AbstractContextMana
     text = _HOOK.format(program=program, variable=env.SIMULATION, prefix=sys.prefix, imports=imports.__file__)
     (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
     paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    return environment(**{"PYTHONPATH": paths, env.SIMULATION: request_path})
+    return environment({"PYTHONPATH": paths, env.SIMULATION: request_path})
 
 
 @dataclass(eq=False)
@@ -116,7 +121,7 @@ class Processes:
         def start(plain: Callable[[Any], None], process: Any) -> None:
             if _is_worker(process):
                 # It sees no device, and isn't slowed by a simulation.
-                with environment(**{env.SIMULATION: None}):
+                with environment({env.SIMULATION: None}):
                     plain(process)
                 return
             self._note(f"process {process.name!r}")

@@ -186,7 +186,10 @@ class RedirectedFiles:
         if self.are_private:
             return [active, *(self.replacement(os, name, _rename_folder) for name in ("rename", "replace"))]
         others: dict[Callable[..., Any], tuple[str, ...]] = {
-            self._look: ("stat", "lstat", "chmod", "utime", "access", "getxattr", "listxattr", "setxattr"),
+            self._look: (
+                *("stat", "lstat", "chmod", "lchmod", "chflags", "lchflags", "utime", "access"),
+                *("getxattr", "listxattr", "setxattr", "removexattr"),
+            ),
             self._remove: ("remove", "unlink"),
             self._rename: ("rename", "replace"),
             self._link: ("link", "symlink"),
@@ -254,9 +257,11 @@ class RedirectedFiles:
         plain(path if isinstance(path, int) else self.opened(path, "r+b"), length)
 
     def _look(self, plain: Plain, path: Path, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is not None:
+            return plain(path, *args, **kwargs)
         if plain.__name__ == "access" and self.known(path) in self.removed:
             return False
-        return plain(self.existing(path) if kwargs.get("dir_fd") is None else path, *args, **kwargs)
+        return plain(self.existing(path), *args, **kwargs)
 
     def _remove(self, plain: Plain, path: Path, *, dir_fd: int | None = None) -> None:
         whole = _whole(path, dir_fd)

@@ -256,7 +256,7 @@ _INITIALISERS = frozenset(
 
 _BUDGET_BYTES = 256 * MIB
 _LEAST_BYTES = MIB
-_MAX_FRAMES = 30
+_MAX_FRAMES = 32
 AS_SHAPES = "weights-as-shapes"
 
 

@@ -302,3 +302,19 @@ def test_traced_bytes(device, quantized):
     # The user's model is what it was.
     assert list(model.state_dict()) == [f"{index}.weight" for index in range(LAYERS)]
     assert all(parameter.requires_grad and parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_undoing_adds_to_the_weight_that_the_layer_has_now():
+    # GIVEN adapters over weights that were then replaced
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    undo = add_adapters(model, 2)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model):
+            parameter.fill_(0.5)
+    x = torch.ones(3, 4)
+    expected = model(x)
+
+    undo()
+
+    assert torch.allclose(model(x), expected)

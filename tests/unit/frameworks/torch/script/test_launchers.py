@@ -126,6 +126,9 @@ def test_a_launcher_that_is_called_by_the_program_runs_the_first_in_place():
 
     def work(word):
         seen.append((word, os.environ["WORLD_SIZE"], torch.cuda.device_count(), len(torch.cuda.default_generators)))
+        # A process of its own would keep this for itself.
+        os.environ["SET_BY_THE_LAUNCHED"] = "1"
+        del os.environ["HF_HUB_OFFLINE"]
         return "done"
 
     before = dict(os.environ)
