@@ -74,8 +74,7 @@ def environment(values: Mapping[str, str | None], *, restores_all: bool = False)
 
     With `restores_all` also those that others have set or taken out meanwhile are afterwards as they were before.
     """
-    before: dict[str, str | None] = {name: os.environ.get(name) for name in (os.environ if restores_all else values)}
-    before |= {name: os.environ.get(name) for name in values}
+    before = {name: os.environ.get(name) for name in {*values, *(os.environ if restores_all else ())}}
 
     def put(variables: Mapping[str, str | None]) -> None:
         for name, value in variables.items():
