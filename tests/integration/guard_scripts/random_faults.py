@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.guard_scripts.training import Disturbed, difference_from_plain_loop, digest, undisturbed
+from tests.unit.frameworks.torch.process_groups import leave
 
 
 def main():
@@ -33,7 +34,7 @@ def main():
         with (Path(sys.argv[4]) / f"{rank}.jsonl").open("a") as file:
             file.write(json.dumps(found) + "\n")
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 main()

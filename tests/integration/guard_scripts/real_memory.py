@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import memfit
 from tests.integration.guard_scripts.training import digest
 from tests.unit.frameworks.torch.guard.faults import data_bytes
+from tests.unit.frameworks.torch.process_groups import leave
 
 WIDTH, SAMPLES = 256, 8192
 
@@ -49,7 +50,7 @@ def main():
     found["digest"] = digest(model)
     (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 main()

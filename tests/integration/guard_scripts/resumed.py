@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import memfit
 from tests.integration.guard_scripts.training import digest, make_batches, make_model, mean_loss
+from tests.unit.frameworks.torch.process_groups import leave
 
 
 def main():
@@ -39,7 +40,7 @@ def main():
     }
     (directory / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 main()

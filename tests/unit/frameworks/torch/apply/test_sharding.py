@@ -19,6 +19,7 @@ from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.simulation.simulation import Simulation
 from tests.unit.frameworks.torch.builders import AMPERE, HOST, run
+from tests.unit.frameworks.torch.process_groups import leave
 
 VOCABULARY = 8192
 
@@ -75,7 +76,7 @@ def _rank(rank: int, count: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=count)
     for offload in (False, True):
         torch.save(_outcome(rank, count, offload), os.path.join(folder, f"{offload}-{rank}.pt"))
-    dist.destroy_process_group()
+    leave()
 
 
 def _outcome(rank: int, count: int, offload: bool) -> dict[str, Any]:
