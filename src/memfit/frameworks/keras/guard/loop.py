@@ -27,7 +27,7 @@ from memfit.core.guarding import (
     OutOfMemory,
     Splitting,
 )
-from memfit.core.oom import clear_frames, recognise
+from memfit.core.oom import caught
 from memfit.core.plain_files import read_plain
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings
@@ -145,7 +145,8 @@ class KerasLoop(GuardedLoop):
     def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
         """Trains on the batch once, by these settings."""
         self._has_begun, self.happened = False, None
-        try:
+
+        def run() -> None:
             self.put_on(settings_of(self.batch))
             self._steps.begin(self.batch)
             self._has_begun = True
@@ -153,11 +154,9 @@ class KerasLoop(GuardedLoop):
             if again:
                 # Errors of the step itself may come late.
                 self._steps.settle()
-        except Exception as error:
-            failure = recognise(error)
-            if failure is None:
-                raise
-            clear_frames(error)
+
+        failure = caught(run)
+        if failure is not None:
             return failure
         self._steps.forget()
         self._has_begun = False
