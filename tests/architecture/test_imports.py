@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "memfit"
 # API, which commands use and nothing below them does.
 ROWS = (
     ("core",),
-    ("allocator", "catalogue"),
+    ("allocator", "catalogue", "snapshots"),
     (
         "frameworks",
         "frameworks.torch.internals",
