@@ -166,6 +166,10 @@ class CachingAllocator:
             del self._waiting[block]
             block.pool.insert_merged(block)
 
+    def is_waiting(self, block: Block) -> bool:
+        """Whether another stream still uses a block that the program has freed."""
+        return block in self._waiting
+
     def release_cached(self) -> None:
         """Return to the device all that isn't in use and can be returned (`release_cached_blocks`).
 

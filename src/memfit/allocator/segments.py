@@ -31,8 +31,8 @@ class Source:
         self.num_taken = self.num_returned = 0
         # Segments that can't be split, held now and taken since the beginning.
         self.num_oversize = self.num_oversize_taken = 0
-        self.watch: Callable[[str, Pool, int], None] | None = None
-        """Hears of each segment: PyTorch's name for what happened, the pool, bytes."""
+        self.watch: Callable[[str, Pool, int, int], None] | None = None
+        """Hears of each segment: PyTorch's name for what happened, the pool, address, bytes."""
         self.place: Callable[[Pool, int], int] | None = None
         """Says where the driver puts a new segment of so many bytes, or the address space of an expandable one."""
 
@@ -55,7 +55,7 @@ class Source:
         """A segment that is there already, with ranges (address, bytes) of it in use; returns the blocks of those."""
         raise NotImplementedError
 
-    def _hold(self, pool: Pool, change_bytes: int, event: str) -> None:
+    def _hold(self, pool: Pool, address: int, change_bytes: int, event: str) -> None:
         """Books what was taken from the device or returned to it."""
         self.reserved += change_bytes
         pool.reserved += change_bytes
@@ -65,7 +65,7 @@ class Source:
         else:
             self.num_returned += 1
         if self.watch is not None:
-            self.watch(event, pool, abs(change_bytes))
+            self.watch(event, pool, address, abs(change_bytes))
 
 
 @final
@@ -105,7 +105,7 @@ class Segments(Source):
         if segment_bytes >= self._max_split_bytes:
             self.num_oversize += 1
             self.num_oversize_taken += 1
-        self._hold(pool, segment_bytes, "segment_alloc")
+        self._hold(pool, address, segment_bytes, "segment_alloc")
         return Block(pool, address, segment_bytes, IN_USE)
 
     def release_cached(self, pool: Pool) -> None:
@@ -162,7 +162,7 @@ class Segments(Source):
         pool.num_segments -= 1
         if block.size >= self._max_split_bytes:
             self.num_oversize -= 1
-        self._hold(pool, -block.size, "segment_free")
+        self._hold(pool, block.address, -block.size, "segment_free")
 
 
 def _carve(block: Block, used: Sequence[tuple[int, int]]) -> list[Block]:
@@ -269,7 +269,7 @@ class ExpandableSegments(Source):
             pool.unmapped.remove(space)
         _insert_unmapped(pool, space.split(size_bytes, UNMAPPED))
         space.state = IN_USE
-        self._hold(pool, size_bytes, "segment_map")
+        self._hold(pool, address, size_bytes, "segment_map")
         return _carve(space, used)
 
     def _map(self, block: Block, size_bytes: int) -> bool:
@@ -278,7 +278,7 @@ class ExpandableSegments(Source):
         mapped_bytes = -(-size_bytes // pool.page_bytes) * pool.page_bytes
         if self.reserved + mapped_bytes > self.capacity_bytes:
             return False
-        self._hold(pool, mapped_bytes, "segment_map")
+        self._hold(pool, block.address, mapped_bytes, "segment_map")
         pool.unmapped.remove(block)
         if mapped_bytes < block.size:
             _insert_unmapped(pool, block.split(mapped_bytes, UNMAPPED))
@@ -303,7 +303,7 @@ class ExpandableSegments(Source):
         if end > last:
             pool.insert(block.split(last - block.address, IN_USE))
         block.address, block.size, block.state = first, last - first, UNMAPPED
-        self._hold(pool, -block.size, "segment_unmap")
+        self._hold(pool, block.address, -block.size, "segment_unmap")
         for neighbour in (block.prev, block.next):
             if neighbour is not None and neighbour.state == UNMAPPED:
                 pool.unmapped.remove(neighbour)
