@@ -15,6 +15,9 @@ PACKAGE = Path(__file__).parents[2] / "src" / "memfit"
 ROWS = (
     ("core",),
     ("allocator", "catalogue", "snapshots"),
+    # A replay runs the allocator's model over what `snapshots` has read.
+    ("snapshots.beginning",),
+    ("snapshots.replay",),
     (
         "frameworks",
         "frameworks.torch.internals",

@@ -90,7 +90,9 @@ class CachingAllocator:
             pools = streams[stream] = StreamPools(small, large)
         return pools
 
-    def adopt(self, pools: StreamPools, is_large: bool, segment: tuple[int, int], used: list[tuple[int, int]]) -> list[Block]:
+    def adopt(
+        self, pools: StreamPools, is_large: bool, segment: tuple[int, int], used: list[tuple[int, int]]
+    ) -> list[Block]:
         """A segment, or a mapped part of an expandable one, that is there already; returns its blocks in use.
 
         Ranges are (address, bytes). Parts of expandable segments come in the order of their addresses.
@@ -109,10 +111,7 @@ class CachingAllocator:
 
         Without `pools` it is for the default stream.
         """
-        if pools is None:
-            pool = self.small if size <= SMALL_BYTES else self.large
-        else:
-            pool = pools[size > SMALL_BYTES]
+        pool = (self.small if size <= SMALL_BYTES else self.large) if pools is None else pools[size > SMALL_BYTES]
         if self._collects:
             self._count_search(pool)
         keys, by_key = pool.keys, pool.by_key

@@ -3,10 +3,10 @@
 By default segments are taken whole and returned whole. Here the device hands out rising addresses and never the same
 one twice; a real driver may reuse them, which can only matter between two free blocks of exactly the same size.
 
-With `expandable_segments:True` each pool of each stream has one segment of practically endless address space. Memory is mapped into it
-in pages of 2 MiB (small pool) or 20 MiB (large pool), only as far as a request needs, and the pages that are wholly
-free are unmapped when the device is full. Upstream reserves address space for 9/8 of the device's memory and opens a
-further segment when that is used up; here the address space never ends.
+With `expandable_segments:True` each pool of each stream has one segment of practically endless address space. Memory
+is mapped into it in pages of 2 MiB (small pool) or 20 MiB (large pool), only as far as a request needs, and the pages
+that are wholly free are unmapped when the device is full. Upstream reserves address space for 9/8 of the device's
+memory and opens a further segment when that is used up; here the address space never ends.
 """
 
 from bisect import bisect_left

@@ -124,10 +124,8 @@ def _segments(at_end: Sequence[Segment], events: Sequence[Event]) -> list[OldSeg
             new.add(address)
         elif event.action == SEGMENT_FREED:
             if address not in new:
-                is_large = event.size_bytes != SMALL_SEGMENT_BYTES
-                old.append(
-                    OldSegment(address, event.size_bytes, event.stream, pool_id_of(event) or NO_POOL_ID, is_large, is_expandable=False)
-                )
+                pool_id, is_large = pool_id_of(event) or NO_POOL_ID, event.size_bytes != SMALL_SEGMENT_BYTES
+                old.append(OldSegment(address, event.size_bytes, event.stream, pool_id, is_large, False))
             new.discard(address)
     for one in at_end:
         if not one.is_expandable and one.address not in new:

@@ -93,9 +93,7 @@ class SnapshotReplay:
         )
 
 
-def replay_snapshot(
-    snapshot: Snapshot, device: int | None = None, *, driver_addresses: bool = False
-) -> SnapshotReplay:
+def replay_snapshot(snapshot: Snapshot, device: int | None = None, *, driver_addresses: bool = False) -> SnapshotReplay:
     """Replays the history of a device; without a number, of the only one that has any.
 
     Raises:
@@ -194,11 +192,13 @@ class _Replaying:
                     self._held[block.address] = block
 
     def run(self) -> SnapshotReplay:
-        for self._position, event in enumerate(self._events):
+        """Goes through all events."""
+        for position, event in enumerate(self._events):
+            self._position = position
             action = event.action
             if action in _GROWS or action in _SHRINKS:
                 self._follow(event)
-            elif action == ALLOCATED or action == OUT_OF_MEMORY:
+            elif action in (ALLOCATED, OUT_OF_MEMORY):
                 self._allocate(event)
             elif action == FREE_REQUESTED:
                 self._empty_cache()
