@@ -21,6 +21,7 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("allocator_speed", (), ()),
     ("dryrun_speed", (), ("--quick", "--repeats", "1")),
     ("dryrun_scripts", (), ("vae", "dqn")),
+    ("cuda_snapshots", (), ()),
     ("cpu_accuracy", (), ()),
     ("t4_runs", (), ()),
     ("xmem_cnn", (), ()),

@@ -14,7 +14,10 @@ PACKAGE = Path(__file__).parents[2] / "src" / "memfit"
 # API, which commands use and nothing below them does.
 ROWS = (
     ("core",),
-    ("allocator", "catalogue"),
+    ("allocator", "catalogue", "snapshots"),
+    # A replay runs the allocator's model over what `snapshots` has read.
+    ("snapshots.beginning",),
+    ("snapshots.replay",),
     (
         "frameworks",
         "frameworks.torch.internals",

@@ -65,19 +65,25 @@ class Block:
 
 @final
 class Pool:
-    """The free blocks for one class of sizes (`BlockPool`), with the page of its expandable segment.
+    """The free blocks of one stream for one class of sizes (`BlockPool`), with the page of its expandable segment.
 
     A block is split where at least the remainder is left, unless the request is too large to be split off.
     """
 
-    def __init__(self, page_bytes: int = 0, split_remainder_bytes: int = 0, split_below_bytes: int = 0) -> None:
+    def __init__(
+        self, page_bytes: int = 0, split_remainder_bytes: int = 0, split_below_bytes: int = 0, stream: int = 0
+    ) -> None:
+        self.stream = stream
         self.page_bytes = page_bytes
         self.split_remainder_bytes = split_remainder_bytes
         self.split_below_bytes = split_below_bytes
         self.keys: list[int] = []
         self.by_key: dict[int, Block] = {}
         self.unmapped: list[Block] = []
+        # Searches of all streams in the pools of this size, counted where garbage is collected by age.
         self.num_searches = 0
+        # Where the pages of its expandable segment begin.
+        self.origin = 0
         # Bytes and segments held from the device now, and taken from it since the beginning.
         self.reserved = self.taken = 0
         self.num_segments = self.num_segments_taken = 0

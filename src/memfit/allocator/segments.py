@@ -3,13 +3,14 @@
 By default segments are taken whole and returned whole. Here the device hands out rising addresses and never the same
 one twice; a real driver may reuse them, which can only matter between two free blocks of exactly the same size.
 
-With `expandable_segments:True` each pool has one segment of practically endless address space. Memory is mapped into it
-in pages of 2 MiB (small pool) or 20 MiB (large pool), only as far as a request needs, and the pages that are wholly
-free are unmapped when the device is full. Upstream reserves address space for 9/8 of the device's memory and opens a
-further segment when that is used up; here the address space never ends.
+With `expandable_segments:True` each pool of each stream has one segment of practically endless address space. Memory
+is mapped into it in pages of 2 MiB (small pool) or 20 MiB (large pool), only as far as a request needs, and the pages
+that are wholly free are unmapped when the device is full. Upstream reserves address space for 9/8 of the device's
+memory and opens a further segment when that is used up; here the address space never ends.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import final
 
 from memfit.allocator.pool import ADDRESS_BITS, IN_USE, UNMAPPED, Block, Pool
@@ -30,6 +31,10 @@ class Source:
         self.num_taken = self.num_returned = 0
         # Segments that can't be split, held now and taken since the beginning.
         self.num_oversize = self.num_oversize_taken = 0
+        self.watch: Callable[[str, Pool, int, int], None] | None = None
+        """Hears of each segment: PyTorch's name for what happened, the pool, address, bytes."""
+        self.place: Callable[[Pool, int], int] | None = None
+        """Says where the driver puts a new segment of so many bytes, or the address space of an expandable one."""
 
     def take(self, pool: Pool, size_bytes: int) -> Block | None:
         """A block of new memory that holds `size_bytes`, in no list yet; None when the device is full."""
@@ -43,8 +48,24 @@ class Source:
         """Return enough oversize blocks for a request; True when enough were (`release_available_cached_blocks`)."""
         return False
 
-    def collect_garbage(self, large: Pool) -> None:
-        """Return what has been unused for long (`garbage_collect_cached_blocks`)."""
+    def collect_garbage(self, larges: Sequence[Pool]) -> None:
+        """Return what has been unused for long (`garbage_collect_cached_blocks`); takes each stream's large pool."""
+
+    def adopt(self, pool: Pool, address: int, size_bytes: int, used: Sequence[tuple[int, int]]) -> list[Block]:
+        """A segment that is there already, with ranges (address, bytes) of it in use; returns the blocks of those."""
+        raise NotImplementedError
+
+    def _hold(self, pool: Pool, address: int, change_bytes: int, event: str) -> None:
+        """Books what was taken from the device or returned to it."""
+        self.reserved += change_bytes
+        pool.reserved += change_bytes
+        if change_bytes > 0:
+            self.num_taken += 1
+            pool.taken += change_bytes
+        else:
+            self.num_returned += 1
+        if self.watch is not None:
+            self.watch(event, pool, address, abs(change_bytes))
 
 
 @final
@@ -65,19 +86,27 @@ class Segments(Source):
         segment_bytes = segment_size(size_bytes)
         if self.reserved + segment_bytes > self.capacity_bytes:
             return None
-        block = Block(pool, self._address, segment_bytes, IN_USE)
-        self._address += segment_bytes
-        self.reserved += segment_bytes
-        self.num_segments += 1
-        self.num_taken += 1
-        pool.reserved += segment_bytes
-        pool.taken += segment_bytes
+        if self.place is None:
+            address = self._address
+            self._address += segment_bytes
+        else:
+            address = self.place(pool, segment_bytes)
+        return self._add(pool, address, segment_bytes)
+
+    def adopt(self, pool: Pool, address: int, size_bytes: int, used: Sequence[tuple[int, int]]) -> list[Block]:
+        """A whole segment."""
+        self._address = max(self._address, address + size_bytes)
+        return _carve(self._add(pool, address, size_bytes), used)
+
+    def _add(self, pool: Pool, address: int, segment_bytes: int) -> Block:
         pool.num_segments += 1
         pool.num_segments_taken += 1
+        self.num_segments += 1
         if segment_bytes >= self._max_split_bytes:
             self.num_oversize += 1
             self.num_oversize_taken += 1
-        return block
+        self._hold(pool, address, segment_bytes, "segment_alloc")
+        return Block(pool, address, segment_bytes, IN_USE)
 
     def release_cached(self, pool: Pool) -> None:
         """Return every segment of the pool that is free as a whole."""
@@ -103,22 +132,22 @@ class Segments(Source):
             self._release(largest)
         return released_bytes >= wanted_bytes
 
-    def collect_garbage(self, large: Pool) -> None:
-        """Return old free segments of the large pool, when above the threshold.
+    def collect_garbage(self, larges: Sequence[Pool]) -> None:
+        """Return old free segments of the large pools, when above the threshold.
 
-        The age of a segment is the number of searches in its pool since it was freed. In each round all segments of
+        The age of a segment is the number of searches in the pools since it was freed. In each round all segments of
         at least the average age go, until the reserved bytes are down to the threshold or nothing is left.
         """
         threshold_bytes = self._garbage_threshold_bytes
         if threshold_bytes is None or self.reserved <= threshold_bytes:
             return
-        blocks = _whole_segments(large)
-        total_age = sum(large.num_searches - block.born for block in blocks)
+        blocks = [block for large in larges for block in _whole_segments(large)]
+        total_age = sum(block.pool.num_searches - block.born for block in blocks)
         while blocks and self.reserved > threshold_bytes:
             average_age = total_age / len(blocks)
             kept = []
             for block in blocks:
-                age = large.num_searches - block.born
+                age = block.pool.num_searches - block.born
                 if age >= average_age:
                     total_age -= age
                     self._release(block)
@@ -129,13 +158,28 @@ class Segments(Source):
     def _release(self, block: Block) -> None:
         pool = block.pool
         pool.remove(block)
-        self.reserved -= block.size
         self.num_segments -= 1
-        self.num_returned += 1
-        pool.reserved -= block.size
         pool.num_segments -= 1
         if block.size >= self._max_split_bytes:
             self.num_oversize -= 1
+        self._hold(pool, block.address, -block.size, "segment_free")
+
+
+def _carve(block: Block, used: Sequence[tuple[int, int]]) -> list[Block]:
+    """Cuts a block, in no list yet, at the ranges in use, whose blocks it returns; the rest of it becomes free."""
+    pool, blocks = block.pool, []
+    for address, size_bytes in sorted(used):
+        if address > block.address:
+            following = block.split(address - block.address, IN_USE)
+            pool.insert(block)
+            block = following
+        blocks.append(block)
+        if block.size > size_bytes:
+            block = block.split(size_bytes, IN_USE)
+        else:
+            return blocks
+    pool.insert(block)
+    return blocks
 
 
 def _whole_segments(pool: Pool) -> list[Block]:
@@ -206,10 +250,27 @@ class ExpandableSegments(Source):
                 block = block.next
             if room_bytes >= size_bytes:
                 return first
-        segment = Block(pool, 0, ADDRESS_SPACE_BYTES, UNMAPPED)
+        return self._open(pool, 0 if self.place is None else self.place(pool, 0))
+
+    def _open(self, pool: Pool, address: int) -> Block:
+        """Address space that begins there, with no memory behind it yet."""
+        pool.origin = address
+        segment = Block(pool, address, ADDRESS_SPACE_BYTES, UNMAPPED)
         pool.unmapped.append(segment)
         self.num_segments += 1
         return segment
+
+    def adopt(self, pool: Pool, address: int, size_bytes: int, used: Sequence[tuple[int, int]]) -> list[Block]:
+        """Pages that are mapped; those that come first are where the segment begins."""
+        space = pool.unmapped[-1] if pool.unmapped else self._open(pool, address)
+        if address > space.address:
+            space = space.split(address - space.address, UNMAPPED)
+        else:
+            pool.unmapped.remove(space)
+        _insert_unmapped(pool, space.split(size_bytes, UNMAPPED))
+        space.state = IN_USE
+        self._hold(pool, address, size_bytes, "segment_map")
+        return _carve(space, used)
 
     def _map(self, block: Block, size_bytes: int) -> bool:
         """Put pages behind the start of an unmapped block; False when the device is full (`map_block`)."""
@@ -217,10 +278,7 @@ class ExpandableSegments(Source):
         mapped_bytes = -(-size_bytes // pool.page_bytes) * pool.page_bytes
         if self.reserved + mapped_bytes > self.capacity_bytes:
             return False
-        self.reserved += mapped_bytes
-        self.num_taken += 1
-        pool.reserved += mapped_bytes
-        pool.taken += mapped_bytes
+        self._hold(pool, block.address, mapped_bytes, "segment_map")
         pool.unmapped.remove(block)
         if mapped_bytes < block.size:
             _insert_unmapped(pool, block.split(mapped_bytes, UNMAPPED))
@@ -231,8 +289,8 @@ class ExpandableSegments(Source):
         """Take the pages away that lie wholly inside a free block (`unmap_block`)."""
         pool = block.pool
         end = block.address + block.size
-        first = -(-block.address // pool.page_bytes) * pool.page_bytes
-        last = end // pool.page_bytes * pool.page_bytes
+        first = pool.origin - (pool.origin - block.address) // pool.page_bytes * pool.page_bytes
+        last = pool.origin + (end - pool.origin) // pool.page_bytes * pool.page_bytes
         if first >= last:
             return
         pool.remove(block)
@@ -245,9 +303,7 @@ class ExpandableSegments(Source):
         if end > last:
             pool.insert(block.split(last - block.address, IN_USE))
         block.address, block.size, block.state = first, last - first, UNMAPPED
-        self.reserved -= block.size
-        self.num_returned += 1
-        pool.reserved -= block.size
+        self._hold(pool, block.address, -block.size, "segment_unmap")
         for neighbour in (block.prev, block.next):
             if neighbour is not None and neighbour.state == UNMAPPED:
                 pool.unmapped.remove(neighbour)

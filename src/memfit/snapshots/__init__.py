@@ -1,0 +1,1 @@
+"""Memory snapshots that PyTorch writes on a real GPU."""
