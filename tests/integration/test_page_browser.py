@@ -455,7 +455,7 @@ def test_unknown_capacity_and_failure_are_told(browser: Browser, tmp_path: Path)
 
     browser.open(write_page(builders.make_failed_estimate(), tmp_path / "failed.html"))
     assert browser.problems == []
-    assert browser.text("#failure").startswith("runs out at tick 200")
+    assert browser.text("#failure").startswith("runs out in the forward pass of step 1")
     assert browser.count("line.lost") == 1
 
 

@@ -4,6 +4,7 @@ Puts the parts together on the other side of `memfit.processes`: the device's me
 """
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -77,8 +78,27 @@ def main(request_path: str) -> int:
         return 130
     finally:
         _interrupts.end_at_once()
-    write(result)
+    write(_with_advice(result))
     return result.exit_code or 0
+
+
+def _with_advice(result: DryRun) -> DryRun:
+    """The result of a script that put nothing on the device because it computes with JAX says what to do instead."""
+    if result.estimate is None or "jax" not in sys.modules:
+        return result
+    advice = (
+        "nothing was put on the device: the script computes with JAX, whose programs a dry run doesn't follow. "
+        "memfit.estimate(step, *arguments, device=...) estimates its training step"
+    )
+    notes = [replace(note, text=advice) if note.code == "nothing-on-device" else note for note in result.estimate.notes]
+    return replace(result, estimate=replace(result.estimate, notes=tuple(notes)))
+
+
+class _WithoutLoadErrors(logging.Filter):
+    """bitsandbytes looks for a CUDA library, as the device is one of CUDA; what it would do is simulated without."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "library load error" not in record.getMessage()
 
 
 def _read(request_path: str) -> Request:
@@ -128,6 +148,8 @@ def follow(request_path: str) -> None:
 def _script_run(request: Request, request_path: str, name: str) -> "ScriptRun":
     from memfit.frameworks.torch.script.script import ScriptRun
 
+    # Its traceback reads as if the script had failed.
+    logging.getLogger("bitsandbytes.cextension").addFilter(_WithoutLoadErrors())
     memory, configure = memory_of(request.device, unlimited=request.unlimited)
     folder, shared = os.path.dirname(request_path), None
     if can_share():

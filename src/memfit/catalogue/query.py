@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 from memfit.catalogue.host import host_memory_bytes
-from memfit.catalogue.rows import Row, assume_context_bytes, read_rows
+from memfit.catalogue.rows import Row, assume_context_bytes, read_instances, read_rows
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import InvalidSize, UnknownDevice
 from memfit.core.units import GIB, looks_like_size, parse_size
@@ -32,6 +32,8 @@ _NOISE |= {"blackwell", "workstation", "server", "tensor", "core", "graphics", "
 _FORM_FACTOR = re.compile(r"sxm\d?|pcie|hbm\d?e?|gddr\d?x?")
 _VENDOR_PREFIX = re.compile(r"(?:nvidia|geforce|tesla|apple)+(?=.)")
 _SERIES_PREFIX = re.compile(r"[rg]tx(?=\d{4})")
+# Of AWS, and of SageMaker with "ml." before it: "g5.xlarge", "p6-b200.48xlarge".
+_INSTANCE = re.compile(r"(?:ml\.)?([a-z][a-z0-9-]*)\.(?:\d*xlarge|metal)")
 _MEMORY_WORD = re.compile(r"(\d{1,4})gi?b")
 
 
@@ -44,7 +46,8 @@ def find_device(text: str) -> Device:
     """The device that `text` names, or a device of that size.
 
     Args:
-        text: a name in any spelling ("rtx-3090", "NVIDIA A100-SXM4-40GB"), a size ("24GiB"), or "cpu".
+        text: a name in any spelling ("rtx-3090", "NVIDIA A100-SXM4-40GB"), a size ("24GiB"), "cpu", or a type of AWS
+            instance ("g5.xlarge"), which names one of its devices.
 
     Raises:
         UnknownDevice: nothing is called that; the message names what comes nearest.
@@ -52,6 +55,8 @@ def find_device(text: str) -> Device:
 
     >>> find_device("NVIDIA GeForce RTX 3090").name, find_device("A100 80GB").name, find_device("a100").name
     ('rtx-3090', 'a100-80gb', 'a100-40gb')
+    >>> find_device("g5.xlarge").name
+    'a10g'
     >>> find_device("24 GiB").usable_bytes == 24 * 1024**3
     True
     """
@@ -60,7 +65,8 @@ def find_device(text: str) -> Device:
     # Bare numbers are names ("3090"), never sizes: nobody means a device of 3090 bytes.
     if looks_like_size(text) and re.search("[a-z]", text, re.IGNORECASE):
         return _generic(text)
-    words = _split(text)
+    instance = _INSTANCE.fullmatch(text.strip().lower())
+    words = _split(read_instances().get(instance[1], text) if instance else text)
     device = _find_words(words) or _find_words([word for word in words if not _FORM_FACTOR.fullmatch(word)])
     if device is None:
         raise UnknownDevice(_explain_unknown(text, words))

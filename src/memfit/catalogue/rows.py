@@ -31,13 +31,23 @@ class Row:
 
 
 @cache
-def read_rows() -> tuple[Row, ...]:
-    """All rows of the catalogue, CUDA devices first."""
+def _content() -> dict[str, Any]:
     # Slow to import, and `import memfit` needs no device.
     from importlib.resources import files
 
-    text = files("memfit.catalogue").joinpath("devices.json").read_text(encoding="utf-8")
-    content = json.loads(text)
+    content: dict[str, Any] = json.loads(files("memfit.catalogue").joinpath("devices.json").read_text(encoding="utf-8"))
+    return content
+
+
+def read_instances() -> dict[str, str]:
+    """Names of the devices in families of AWS instances whose devices are whole ones and all the same."""
+    return dict(_content()["aws_instances"])
+
+
+@cache
+def read_rows() -> tuple[Row, ...]:
+    """All rows of the catalogue, CUDA devices first."""
+    content = _content()
     return tuple(_row(kind, entry) for kind in (Kind.CUDA, Kind.HOST) for entry in content[kind.value])
 
 

@@ -124,10 +124,12 @@ def _as_options(text: str) -> str:
 
     >>> _as_options("Leave out with columns= (the names), or use labels=. labels='a' was given for 'labels=1/x.csv'")
     "Leave out with --columns (the names), or use --labels. --labels 'a' was given for 'labels=1/x.csv'"
+    >>> _as_options('a stream leaves such images out with on_error="skip".')
+    'a stream leaves such images out with --on-error skip.'
     """
     # Files and folders may be called so: then a slash or a quote stands before it, or a value without quotes behind it.
     named = r"(?<![\w/\\'\"-])(columns|labels)="
-    text = text.replace("follow_links=True", "--follow-links")
+    text = text.replace("follow_links=True", "--follow-links").replace('on_error="skip"', "--on-error skip")
     text = re.sub(named + r"(?=[\s,;:)]|\.(?![\w.])|$)", r"--\1", text)
     return re.sub(named + r"(?=['\"\[(]|\.\.\.)", r"--\1 ", text)
 

@@ -218,9 +218,11 @@ class Estimate(Shown):
     def moment(self) -> str:
         """When the peak is reached, in words."""
         block = self.peak_block
-        if block is None:
-            return "nothing is allocated"
-        mark = self.timeline.mark_at(self.peak_tick)
+        return "nothing is allocated" if block is None else self.moment_of(block)
+
+    def moment_of(self, block: Block) -> str:
+        """When a block is allocated, in words: phase, operator, size, module and line."""
+        mark = self.timeline.mark_at(block.start)
         words = f"in the {mark.phase} pass" if mark.phase in ("forward", "backward") else f"in {mark.phase}"
         if mark.phase == "optimizer":
             words = "in the optimizer step"

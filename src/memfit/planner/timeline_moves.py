@@ -259,7 +259,10 @@ def _halved(situation: Situation, title: str, keeps: Keeps, how: str, *, accumul
         block = life.block
         if block.category is Category.GRADIENT and accumulates:
             return _accumulated(life, spans)
-        grows = of_the_graph(block) and block.size_bytes not in shaped.get(block.module, ())
+        # What a kernel takes for its own work and gives back follows its tensors. Buffers that stay do not, and cuDNN
+        # picks another algorithm for another size.
+        worked_in = block.category is Category.WORKSPACE and block.end is not None and "convolution" not in block.op
+        grows = (of_the_graph(block) or worked_in) and block.size_bytes not in shaped.get(block.module, ())
         return resized(life, -(-block.size_bytes // 2)) if grows or block.category is Category.BATCH else life
 
     move = situation.move(title, keeps, how, rebuild(map(halved, lives(timeline)), timeline.marks), micro_batches=2)

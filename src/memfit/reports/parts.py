@@ -111,10 +111,12 @@ class Report:
         lines = [*([RULE] if self.with_rule else []), self.verdict, *(f"  {line}" for line in self.details)]
         for part in self.parts:
             lines += ["", part.title] if part.title else []
+            # A path says enough without its middle; the words of a part of host memory don't.
+            width = _NAME_WIDTH if part.with_share else max([_NAME_WIDTH, *(len(row.name) + 1 for row in part.rows)])
             for row in part.rows:
                 share = format_share(row.share) if part.with_share else ""
                 bar = "#" * round(min(1.0, row.share) * _BAR_WIDTH) if part.with_bar else ""
-                name = f"  {shorten(row.name, _NAME_WIDTH):<{_NAME_WIDTH}}"
+                name = f"  {shorten(row.name, width):<{width}}"
                 lines.append(f"{name}{format_size(row.size_bytes):>10}{share:>8}  {bar}")
             lines += [f"  {figure.label:<34}{figure.value:>20}  {figure.origin}" for figure in part.figures]
             if part.grid is not None:

@@ -101,11 +101,14 @@ def _line(text: str, *, labelled: bool = False) -> RenderableType:
     return _indented(line, 2 + len(text) - len(text.lstrip()))
 
 
+PEAK = "peak (simulated)"
+
+
 def render_comparison(estimates: Sequence[Estimate]) -> RenderableType:
     """The estimates side by side, a column each; the last row is the saving of the peak against the first."""
     columns = [_comparison_column(estimate) for estimate in estimates]
     rows: list[list[str | Text]] = [
-        [Text(label, style="bold" if label in ("peak", "fits") else ""), *(column[label] for column in columns)]
+        [Text(label, style="bold" if label in (PEAK, "fits") else ""), *(column[label] for column in columns)]
         for label in columns[0]
     ]
     first, *others = estimates
@@ -166,15 +169,15 @@ def _comparison_column(estimate: Estimate) -> dict[str, str]:
         "precision": figures.printable(estimate.precision),
         "batch size": UNKNOWN if estimate.batch_size is None else str(estimate.batch_size),
         "parameters": figures.parameters(estimate),
-        "peak": figures.needed(estimate),
-        "allocated": format_size(estimate.allocated_peak_bytes),
+        PEAK: figures.needed(estimate),
+        "allocated (simulated)": format_size(estimate.allocated_peak_bytes),
         "CUDA context": figures.context(estimate),
         "activations": format_size(category.get(Category.ACTIVATION.value, 0)),
         "gradients": format_size(category.get(Category.GRADIENT.value, 0)),
         "optimizer state": format_size(category.get(Category.OPTIMIZER_STATE.value, 0)),
-        "usable": format_size(estimate.capacity_bytes),
+        "usable": figures.with_origin(estimate.capacity_bytes, estimate.device.usable_origin),
         "fits": figures.yes_or_no(estimate.fits),
-        "host memory": figures.host_total(estimate),
+        "host memory (assumed)": figures.host_total(estimate),
     }
 
 

@@ -178,3 +178,28 @@ for x, in DataLoader(TensorDataset(torch.zeros(64, 64)), batch_size=8):
     phases = [str(mark.phase) for mark in run.estimate.timeline.marks]
     assert phases.count("backward") == 4
     assert phases.count("optimizer") == 2
+
+
+JAX_AND_LOGS = """
+import logging
+import sys
+import types
+
+sys.modules["jax"] = types.ModuleType("jax")
+for text in ("bitsandbytes library load error: libcublas.so.13", "something else"):
+    logging.getLogger("bitsandbytes.cextension").error(text)
+"""
+
+
+def test_a_script_of_jax_is_told_what_to_do_and_no_library_is_missed(tmp_path):
+    request = request_for(tmp_path, JAX_AND_LOGS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "memfit.api.dryrun_child", request]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    result = DryRun.from_json(json.loads((tmp_path / "result.json").read_text(encoding="utf-8")))
+    assert result.outcome is Outcome.NO_STEP
+    (note,) = (note for note in result.estimate.notes if note.code == "nothing-on-device")
+    assert "computes with JAX" in note.text and "memfit.estimate(step" in note.text
+    assert "something else" in done.stderr
+    assert "load error" not in done.stderr

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from memfit.catalogue import query
 from memfit.catalogue.query import find_device, list_devices
-from memfit.catalogue.rows import read_rows
+from memfit.catalogue.rows import read_instances, read_rows
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import InvalidSize, UnknownDevice
 from memfit.core.units import GIB
@@ -174,3 +174,15 @@ def test_any_text_is_a_device_or_a_clear_error(text):
     else:
         assert isinstance(device, Device)
         assert device.usable_bytes is None or device.usable_bytes > 0
+
+
+@pytest.mark.parametrize(("family", "name"), read_instances().items())
+def test_an_instance_of_aws_names_its_device(family, name):
+    for text in (f"{family}.xlarge", f"ml.{family}.48xlarge", f" {family.upper()}.2XLARGE "):
+        assert name_of(text) == name
+
+
+def test_families_with_parts_of_a_device_or_others_are_not_guessed():
+    for text in ("g6f.xlarge", "trn1.2xlarge", "g5.huge"):
+        with pytest.raises(UnknownDevice, match="no device is called"):
+            find_device(text)

@@ -33,6 +33,23 @@ def test_half_a_batch_halves_what_grows_with_it():
         assert most(moved, same) == most(timeline, same)
 
 
+def test_half_a_batch_halves_what_kernels_work_in_but_not_what_stays():
+    # GIVEN an attention whose kernel takes memory for its own work, beside cuBLAS's workspace and cuDNN's
+    script = Script()
+    script.allocate(16 * MIB, Category.WORKSPACE, "", "cuBLAS workspace")
+    script.enter(Phase.FORWARD, 1)
+    kept = script.allocate(HIDDEN, Category.ACTIVATION, "head")
+    script.free(script.allocate(64 * MIB, Category.WORKSPACE, "head", "aten._safe_softmax"))
+    script.free(script.allocate(48 * MIB, Category.WORKSPACE, "head", "aten.convolution"))
+    script.enter(Phase.BACKWARD, 1)
+    script.free(kept)
+
+    moved = halve_micro_batch(situation(script.timeline())).timeline
+
+    sizes = [block.size_bytes for block in moved.blocks if block.category is Category.WORKSPACE]
+    assert sizes == [16 * MIB, 32 * MIB, 48 * MIB]
+
+
 def test_accumulation_holds_the_gradients_of_the_first_half():
     timeline = training(4)
     moved = halve_micro_batch(situation(timeline)).timeline

@@ -29,6 +29,16 @@ def test_a_report_is_a_verdict_lines_and_parts():
     ]
 
 
+def test_words_without_shares_are_not_cut():
+    name = "model while it is built, before it moves to the device"
+    cut, whole = (
+        str(Report("", [], [Part("", rows=(Row(name, 1024, 0.5),), with_share=s)], True)) for s in (True, False)
+    )
+
+    assert "..." in cut
+    assert f"{name} " in whole and "1.00 KiB" in whole
+
+
 @pytest.mark.parametrize(
     ("part", "expected"),
     [

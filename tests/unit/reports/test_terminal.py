@@ -69,7 +69,7 @@ def test_bars_are_ascii_where_the_console_is():
 
 
 def test_failure_is_told():
-    assert "runs out at tick 200" in draw(render_estimate(make_failed_estimate()))
+    assert "runs out in the forward pass of step 1, at" in draw(render_estimate(make_failed_estimate()))
 
 
 def test_names_are_not_markup():
@@ -93,12 +93,14 @@ def test_comparison_has_a_column_each_and_the_saving_last():
     rows = lines_of(draw(render_comparison([first, half, first])))
 
     # THEN each row has three values and the last tells the saving
-    assert rows["peak"] == ["1.13 GiB", "740.0 MiB", "1.13 GiB"]
+    assert rows["peak (simulated)"] == ["1.13 GiB", "740.0 MiB", "1.13 GiB"]
+    assert rows["usable"] == ["23.7 GiB (measured)", "unknown", "23.7 GiB (measured)"]
     assert rows["fits"] == ["yes", "unknown", "yes"]
     assert rows["batch size"] == ["32", "16", "32"]
     assert rows["activations"] == ["656.0 MiB", "328.0 MiB", "656.0 MiB"]
     assert rows["peak against the first"] == ["-", "-420.0 MiB (-36.2%)", "no change"]
-    assert {"parameters", "allocated", "CUDA context", "gradients", "optimizer state", "host memory"} <= rows.keys()
+    assert {"parameters", "CUDA context", "gradients", "optimizer state"} <= rows.keys()
+    assert {"allocated (simulated)", "host memory (assumed)"} <= rows.keys()
 
 
 def test_comparison_of_a_larger_one_says_so():
@@ -117,7 +119,7 @@ def test_a_comparison_has_the_notes_with_their_device():
 def test_a_model_on_several_devices_is_told_apart_on_a_narrow_terminal():
     text = draw(render_comparison([make_estimate(), make_estimate(device=MYSTERY)]), width=40)
 
-    peaks = "".join(text.partition("peak\n")[2].partition("allocated\n")[0].split())
+    peaks = "".join(text.partition("peak (simulated)\n")[2].partition("allocated (simulated)\n")[0].split())
     assert "RTX" in peaks and "Mystery" in peaks
 
 

@@ -179,8 +179,8 @@ def _remove(path: str, process: int) -> None:
 
 def _bad(path: str, error: Exception) -> BadFile:
     return BadFile(
-        f"the image {shown(path)!r} can't be read: {str(error).rstrip('.')}. Replace or remove it, or leave such "
-        'images out with on_error="skip".'
+        f"the image {shown(path)!r} can't be read: {str(error).rstrip('.')}. Replace or remove it; a stream leaves "
+        'such images out with on_error="skip".'
     )
 
 

@@ -109,10 +109,11 @@ def failure(estimate: Estimate) -> str | None:
     lost = estimate.replay.out_of_memory
     if lost is None:
         return None
-    return (
-        f"runs out at tick {lost.tick}: {format_size(lost.requested_bytes)} requested with "
-        f"{format_size(lost.allocated_bytes)} allocated and {format_size(lost.reserved_bytes)} reserved"
-    )
+    held = f"{format_size(lost.allocated_bytes)} allocated and {format_size(lost.reserved_bytes)} reserved (simulated)"
+    block = next((block for block in estimate.timeline.blocks if block.start == lost.tick), None)
+    if block is None:
+        return f"runs out when {format_size(lost.requested_bytes)} are requested, with {held}"
+    return f"runs out {printable(estimate.moment_of(block))}, with {held}"
 
 
 def rows(groups: dict[str, int], total_bytes: int) -> tuple[Row, ...]:

@@ -104,8 +104,15 @@ def tried_batches(
         answer = "at the limit" if is_at_limit else figures.yes_or_no(fits)
         mark, share = ">" if batch_size == safe else "", _share(peak_bytes, device.usable_bytes)
         lines.append(Line((mark, str(batch_size), format_size(peak_bytes), share, answer)))
-    grid = Grid(("", ">batch size", ">peak", ">of usable", ">fits"), tuple(lines))
+    grid = Grid(("", ">batch size", ">peak (simulated)", ">of usable", ">fits"), tuple(lines))
+    legend = ("at the limit: fits only if all is as estimated, or because the allocator gives back its cache",)
     answer = largest_batch(safe, limit)
-    usable = f"{format_size(device.usable_bytes)} usable on {figures.device_title(device)}"
+    origin = "" if device.usable_bytes is None else f", {device.usable_origin}"
+    usable = f"{format_size(device.usable_bytes)} usable on {figures.device_title(device)}{origin}"
     is_good = False if limit is None else None if safe is None else True
-    return Report(f"{answer[0].upper()}{answer[1:]} ({usable})", [], [Part("", grid=grid)], is_good)
+    return Report(
+        f"{answer[0].upper()}{answer[1:]} ({usable})",
+        [],
+        [Part("", grid=grid, lines=legend if limit != safe else ())],
+        is_good,
+    )

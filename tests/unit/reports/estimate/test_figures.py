@@ -39,7 +39,10 @@ def test_what_does_not_fit_needs_as_much_as_where_it_would():
     # THEN the need is that of the whole step, and the failure is told beside it
     assert estimate.peak_bytes == make_estimate().peak_bytes
     assert figures.verdict(estimate).startswith("1.13 GiB needed, 900.0 MiB usable")
-    assert "tick 200: 64.0 MiB requested with 538.4 MiB allocated" in figures.failure(estimate)
+    assert figures.failure(estimate) == (
+        "runs out in the forward pass of step 1, at aten.native_batch_norm (8.00 MiB) in layer2.11.norm, model.py:32, "
+        "with 538.4 MiB allocated and 560.0 MiB reserved (simulated)"
+    )
     assert figures.failure(make_estimate()) is None
 
 
