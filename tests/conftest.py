@@ -104,6 +104,29 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.no_cover)
 
 
+def set_loaded_objects_aside():
+    """Collections leave out what is there by now.
+
+    Guards, simulations and tests of them collect garbage again and again. With all frameworks loaded, that would look
+    at a million objects each time, for longer than most tests take.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish():
+    set_loaded_objects_aside()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    result = yield
+    # Between files: nothing that tests of one share is out of sight of a search among objects, nor kept for ever.
+    if nextitem is not None and nextitem.path != item.path:
+        set_loaded_objects_aside()
+    return result
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("browser") and find_browser() is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH")
@@ -120,8 +143,8 @@ def browser_path() -> str:
 
 
 @pytest.fixture
-def quick_collections():
-    """Collections leave out what was there before: tests of OOM would look at a million objects again and again."""
-    gc.freeze()
-    yield
+def every_object_in_sight():
+    """A search for what holds an object finds those too that collections leave out."""
     gc.unfreeze()
+    yield
+    set_loaded_objects_aside()

@@ -20,8 +20,6 @@ from memfit.core.guarding import BadCheckpoint, BrokenUpdate
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.frameworks.torch.apply.recomputation import ReplacedForward
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 def small(**options):
     torch.manual_seed(0)

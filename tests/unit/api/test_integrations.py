@@ -19,8 +19,6 @@ from memfit.api.integrations import (
 from memfit.core.errors import BadInput
 from memfit.core.guarding import BrokenUpdate, CannotFit, GuardOptions
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class Accelerator:
     distributed_type = SimpleNamespace(name="NO")

@@ -66,6 +66,7 @@ def test_an_interrupted_search_ends_with_the_same_numbers(tmp_path):
     assert resumed.best_path.read_bytes() == whole.best_path.read_bytes()
 
 
+@pytest.mark.usefixtures("every_object_in_sight")
 @pytest.mark.parametrize("pruned", [False, True])
 def test_a_model_that_is_kept_elsewhere_is_named(tmp_path, pruned):
     def keeps(trial):

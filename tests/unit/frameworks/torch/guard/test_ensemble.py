@@ -102,6 +102,7 @@ def test_other_errors_pass():
         run(numbers(2), factors=(None,))
 
 
+@pytest.mark.usefixtures("every_object_in_sight")
 def test_a_member_that_stays_is_said():
     def predict(model, batch):
         KEPT.append(model)

@@ -12,8 +12,6 @@ from memfit.core.guarding import GuardOptions, OutOfMemory, Where
 from memfit.core.settings import Settings, Weighting
 from memfit.frameworks.torch.guard.loop import TorchLoop, blocks, data_limit_bytes
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 def make(model=None, **options):
     model = model or Cnn(0.0)

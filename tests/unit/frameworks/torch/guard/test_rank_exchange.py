@@ -15,7 +15,7 @@ from memfit.frameworks.torch.guard.rank_exchange import (
 )
 from tests.unit.frameworks.torch.guard.faults import allocation_error
 
-pytestmark = pytest.mark.usefixtures("one_process", "quick_collections")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.fixture

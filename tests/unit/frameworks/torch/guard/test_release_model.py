@@ -51,6 +51,7 @@ def test_cycles_are_freed():
         gc.enable()
 
 
+@pytest.mark.usefixtures("every_object_in_sight")
 def test_a_model_that_is_kept_is_named_with_its_holder():
     leftovers = watch()
 
@@ -63,6 +64,7 @@ def test_a_model_that_is_kept_is_named_with_its_holder():
     assert "trial.keep(model)" in said
 
 
+@pytest.mark.usefixtures("every_object_in_sight")
 def test_a_loss_with_its_graph_is_named():
     leftovers = watch()
 
@@ -75,6 +77,7 @@ def test_a_loss_with_its_graph_is_named():
     assert "tensor.item()" in said
 
 
+@pytest.mark.usefixtures("every_object_in_sight")
 def test_an_optimizer_is_named():
     leftovers = watch()
 

@@ -16,8 +16,6 @@ from memfit.frameworks.torch.guard import state_checks
 from memfit.frameworks.torch.guard.snapshot import RandomState
 from tests.unit.frameworks.forged_checkpoints import changed, forge, nodes
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 DEEP = json.loads("[" * 900 + "]" * 900)
 WRONG = ["x", None, -1, 10**30, 10**400, 1.5, True, [], {}, DEEP, ["x"], {"x": 1}]
 WRONG += [{"__float__": "nan"}, {"__tensor__": "nope", "dtype": "float32"}, {"__tuple__": [1]}]

@@ -13,8 +13,6 @@ from memfit.frameworks.torch.apply.recomputation import recompute
 from memfit.frameworks.torch.guard.ranks import Ranks
 from memfit.frameworks.torch.guard.transaction import PooledStatistics, Transaction
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 

@@ -22,8 +22,6 @@ from tests.unit.frameworks.torch.guard.faults import (
     state_of,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 ROOT = Path(__file__).parents[5]
 NO_WAITS = (0.0, 0.0, 0.0)
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")

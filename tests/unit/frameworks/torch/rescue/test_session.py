@@ -13,8 +13,6 @@ from memfit.core.errors import BadFile  # noqa: E402
 from memfit.frameworks.torch.rescue import Rescue, session  # noqa: E402
 from tests.unit.frameworks.torch.rescue.failing import Failing  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class Small(torch.nn.Module):
     """Large enough for its activations to be moved, with all that is hard to repeat."""
