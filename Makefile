@@ -7,7 +7,7 @@ READY := $(ENVIRONMENT)/.ready
 RUN := $(ENVIRONMENT)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check browser bench soak compat docs clean
+.PHONY: help setup demo test coverage check browser bench soak compat docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,9 +24,13 @@ demo: $(READY) ## A script that runs out of memory, why, and a run that finishes
 # once more, and the summary counts it.
 TEST := $(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder --reruns 1
 
-test: check browser ## Everything a change must pass: lint, types, documentation, tests with coverage
-	$(TEST) --part xla --cov-report= --cov-fail-under=0
-	$(TEST) --part others --cov-append
+test: check browser ## Everything a change must pass: lint, types, documentation, tests
+	$(TEST) --part xla
+	$(TEST) --part others
+
+coverage: $(READY) browser ## The same tests with the lines that they run counted, half as long again
+	$(TEST) --part xla --cov=memfit --cov-report= --cov-fail-under=0
+	$(TEST) --part others --cov=memfit --cov-append
 
 check: $(READY) ## Lint, format and types only
 	$(RUN) -m ruff check .
@@ -40,7 +44,7 @@ bench: $(READY) ## Run every benchmark script
 	$(RUN) -m benchmarks.run_all
 
 soak: $(READY) browser ## All tests, slow ones too, with many more generated examples
-	$(RUN) -m pytest --no-cov --hypothesis-profile=soak
+	$(RUN) -m pytest --hypothesis-profile=soak
 
 docs: $(READY) ## Build the documentation site into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -92,18 +92,6 @@ def pytest_ignore_collect(collection_path, config):
     return None if is_xla or leads_there or collection_path == Path(__file__).parents[1] else True
 
 
-def pytest_collection_modifyitems(config, items):
-    if config.getoption("no_cov", True):
-        return
-    # Counting lines takes half as long again as the test. Every module has unit tests of its own that run its lines:
-    # those that run many modules together, or one on hundreds of generated examples, are not counted as well.
-    unit_tests = Path(__file__).parent / "unit"
-    for item in items:
-        is_generated = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-        if is_generated or (item.path.is_relative_to(unit_tests.parent) and not item.path.is_relative_to(unit_tests)):
-            item.add_marker(pytest.mark.no_cover)
-
-
 def set_loaded_objects_aside():
     """Collections leave out what is there by now.
 
