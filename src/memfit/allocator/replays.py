@@ -4,7 +4,7 @@ from itertools import accumulate
 from typing import Any
 
 from memfit.allocator.bfc import BestFitAllocator
-from memfit.allocator.caching import CachingAllocator
+from memfit.allocator.caching import CachingAllocator, StreamPools
 from memfit.allocator.rounding import MIN_BLOCK_BYTES, round_size
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.timeline import Timeline
@@ -28,7 +28,9 @@ def replay(
     else:
         # `round_size` without a call for each.
         sizes = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in _requests(timeline)]
-    return _replayed(timeline, sizes, allocator, allocator.source)
+    streams = [0, *(block.stream for block in timeline.blocks)]
+    pools = [allocator.pools_of(stream) for stream in streams] if any(streams) else None
+    return _replayed(timeline, sizes, allocator, allocator.source, pools)
 
 
 def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growth: bool = True) -> Replay:
@@ -79,8 +81,13 @@ def _requests(timeline: Timeline) -> list[int]:
     return [0, *(block.size_bytes for block in timeline.blocks)]
 
 
-def _replayed(timeline: Timeline, sizes: list[int], allocator: Any, source: Any) -> Replay:
-    """Runs the events; `allocator` counts what is allocated, `source` what is reserved."""
+def _replayed(
+    timeline: Timeline, sizes: list[int], allocator: Any, source: Any, pools: list[StreamPools] | None = None
+) -> Replay:
+    """Runs the events; `allocator` counts what is allocated, `source` what is reserved.
+
+    Where blocks are on several streams, `pools` has those of each block.
+    """
     requests = _requests(timeline)
     malloc, free = allocator.malloc, allocator.free
     held: list[Any] = [None] * len(sizes)
@@ -92,7 +99,7 @@ def _replayed(timeline: Timeline, sizes: list[int], allocator: Any, source: Any)
         if event > 0:
             size = sizes[event]
             if size:
-                block = malloc(size)
+                block = malloc(size) if pools is None else malloc(size, pools[event])
                 if block is None:
                     out_of_memory = OutOfMemory(tick, requests[event], allocator.allocated, source.reserved)
                     break
