@@ -122,9 +122,10 @@ class CachingAllocator:
         Without `pools` it is for the default stream.
         """
         pool = (self.small if size <= SMALL_BYTES else self.large) if pools is None else pools[size > SMALL_BYTES]
-        pool.num_searches += 1
-        if self._ages_together:
-            self._count_search(pool)
+        if self._collects:
+            pool.num_searches += 1
+            if self._ages_together:
+                self._count_search(pool)
         keys, by_key = pool.keys, pool.by_key
         block = None
         index = bisect_left(keys, size << ADDRESS_BITS)

@@ -22,15 +22,15 @@ def replay(
     its error. Blocks of 0 bytes take nothing.
     """
     allocator = CachingAllocator(options, capacity_bytes)
-    divisions = options.roundup_power2_divisions
+    divisions, requests = options.roundup_power2_divisions, _requests(timeline)
     if divisions > 1:
-        sizes = [round_size(size, divisions) if size else 0 for size in _requests(timeline)]
+        sizes = [round_size(size, divisions) if size else 0 for size in requests]
     else:
         # `round_size` without a call for each.
-        sizes = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in _requests(timeline)]
+        sizes = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in requests]
     streams = [0, *(block.stream for block in timeline.blocks)]
     pools = [allocator.pools_of(stream) for stream in streams] if any(streams) else None
-    return _replayed(timeline, sizes, allocator, allocator.source, pools)
+    return _replayed(timeline, requests, sizes, allocator, allocator.source, pools)
 
 
 def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growth: bool = True) -> Replay:
@@ -38,8 +38,8 @@ def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growt
 
     With `growth`, regions are taken as they are needed (TensorFlow's `allow_growth`, JAX without preallocation).
     """
-    allocator = BestFitAllocator(capacity_bytes, growth=growth)
-    return _replayed(timeline, _requests(timeline), allocator, allocator)
+    allocator, requests = BestFitAllocator(capacity_bytes, growth=growth), _requests(timeline)
+    return _replayed(timeline, requests, requests, allocator, allocator)
 
 
 def replay_plain(timeline: Timeline, capacity_bytes: int | None = None) -> Replay:
@@ -82,13 +82,17 @@ def _requests(timeline: Timeline) -> list[int]:
 
 
 def _replayed(
-    timeline: Timeline, sizes: list[int], allocator: Any, source: Any, pools: list[StreamPools] | None = None
+    timeline: Timeline,
+    requests: list[int],
+    sizes: list[int],
+    allocator: Any,
+    source: Any,
+    pools: list[StreamPools] | None = None,
 ) -> Replay:
     """Runs the events; `allocator` counts what is allocated, `source` what is reserved.
 
     Where blocks are on several streams, `pools` has those of each block.
     """
-    requests = _requests(timeline)
     malloc, free = allocator.malloc, allocator.free
     held: list[Any] = [None] * len(sizes)
     allocated: list[int] = []
