@@ -69,6 +69,7 @@ class CachingAllocator:
         self._streams: dict[int, StreamPools] = {}
         self._private: dict[PoolId, dict[int, StreamPools]] = {}
         self._unused: set[PoolId] = set()
+        self._ages_together = False
         self.small, self.large = self.pools_of(0)
         self.allocated = 0
         self.num_retries = 0
@@ -88,6 +89,10 @@ class CachingAllocator:
             small = Pool(SMALL_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT, stream)
             large = Pool(LARGE_SEGMENT_BYTES, remainder_bytes, below_bytes, stream)
             pools = streams[stream] = StreamPools(small, large)
+            self._ages_together = self._collects and len(self._streams) > 1
+            if self._ages_together and streams is self._streams:
+                # They have missed what the default stream's pools have counted.
+                small.num_searches, large.num_searches = self.small.num_searches, self.large.num_searches
         return pools
 
     def adopt(
@@ -102,6 +107,11 @@ class CachingAllocator:
         self.allocated += sum(block.size for block in blocks)
         return blocks
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether there are more pools than those of the default stream."""
+        return len(self._streams) > 1 or bool(self._private)
+
     def all_pools(self) -> list[StreamPools]:
         """Those of every stream, then those of every private pool."""
         return [pools for streams in (self._streams, *self._private.values()) for pools in streams.values()]
@@ -113,7 +123,9 @@ class CachingAllocator:
         """
         pool = (self.small if size <= SMALL_BYTES else self.large) if pools is None else pools[size > SMALL_BYTES]
         if self._collects:
-            self._count_search(pool)
+            pool.num_searches += 1
+            if self._ages_together:
+                self._count_search(pool)
         keys, by_key = pool.keys, pool.by_key
         block = None
         index = bisect_left(keys, size << ADDRESS_BITS)
@@ -216,7 +228,7 @@ class CachingAllocator:
         own = self._streams.get(pool.stream)
         if own is not None and own[is_large] is pool:
             for pools in self._streams.values():
-                pools[is_large].num_searches += 1
+                pools[is_large].num_searches += pools is not own
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """A block from new memory, making room for it step by step (the middle of `malloc`)."""

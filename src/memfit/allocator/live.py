@@ -16,7 +16,14 @@ from typing import final
 
 from memfit.allocator.caching import CachingAllocator
 from memfit.allocator.pool import FREE, IN_USE, UNMAPPED, Block, Pool
-from memfit.allocator.rounding import MIN_BLOCK_BYTES, NO_LIMIT, SMALL_BYTES, round_size, segment_size
+from memfit.allocator.rounding import (
+    LARGE_SEGMENT_BYTES,
+    MIN_BLOCK_BYTES,
+    NO_LIMIT,
+    SMALL_BYTES,
+    round_size,
+    segment_size,
+)
 from memfit.allocator.settings import parse_options
 from memfit.allocator.shared import SharedDevice
 from memfit.core import env
@@ -63,9 +70,10 @@ class Level:
 
 @final
 class PoolStatistics:
-    """What is counted for one pool, or for both.
+    """What is counted for the small pools, the large ones, or both.
 
-    With a single stream a block is active exactly as long as it is allocated, so that `active` is `allocation`.
+    A block is active exactly as long as it is allocated, so that `active` is `allocation`: in a simulation no other
+    stream is ever behind.
     """
 
     def __init__(self) -> None:
@@ -89,7 +97,7 @@ class PoolStatistics:
 
 @final
 class LiveAllocator:
-    """The memory of one device as one process with one stream sees it.
+    """The memory of one device as one process sees it.
 
     May be used from several threads, and blocks may be freed while a call is under way: Python's garbage collector can
     drop the last reference to a tensor at any moment. The capacity is what the device can give to segments, without the
@@ -148,8 +156,11 @@ class LiveAllocator:
             self.limit_bytes = limit_bytes
             self._allocator.source.capacity_bytes = min(bounds, default=NO_LIMIT)
 
-    def malloc(self, size_bytes: int) -> Block | None:
-        """A block of at least `size_bytes`; None when the device is full, even after the cache was released."""
+    def malloc(self, size_bytes: int, stream: int = 0) -> Block | None:
+        """A block of at least `size_bytes`; None when the device is full, even after the cache was released.
+
+        Streams are known by any number; 0 is the default one.
+        """
         with self._lock:
             nested, self._busy = self._busy, True
             try:
@@ -160,7 +171,7 @@ class LiveAllocator:
                 allocator = self._allocator
                 if not size:
                     return Block(allocator.small, 0, 0, IN_USE)
-                block = allocator.malloc(size)
+                block = allocator.malloc(size, allocator.pools_of(stream) if stream else None)
                 is_new = allocator.source.num_taken != self._num_taken
                 if is_new or block is None:
                     self._follow_source()
@@ -222,7 +233,7 @@ class LiveAllocator:
             return
         allocator, pool = self._allocator, block.pool
         self._live.remove(block)
-        statistics = self._small if pool is allocator.small else self._large
+        statistics = self._large if pool.page_bytes == LARGE_SEGMENT_BYTES else self._small
         statistics.count(block, -1)
         self._all.count(block, -1)
         self.allocated_bytes -= block.size
@@ -237,11 +248,15 @@ class LiveAllocator:
 
     def _follow_splits(self, pool: Pool, statistics: PoolStatistics) -> None:
         """Books what is free in a pool and can't be returned, because the rest of its segment is in use."""
-        change = len(pool.keys) - statistics.num_whole - statistics.inactive_split.current
+        num_free, reserved = len(pool.keys), pool.reserved
+        if self._allocator.has_streams:
+            same_size = [pools[statistics is self._large] for pools in self._allocator.all_pools()]
+            num_free, reserved = sum(len(one.keys) for one in same_size), sum(one.reserved for one in same_size)
+        change = num_free - statistics.num_whole - statistics.inactive_split.current
         if change:
             statistics.inactive_split.add(change)
             self._all.inactive_split.add(change)
-        unused_bytes = pool.reserved - statistics.allocated_bytes.current - statistics.whole_bytes
+        unused_bytes = reserved - statistics.allocated_bytes.current - statistics.whole_bytes
         change = unused_bytes - statistics.inactive_split_bytes.current
         if change:
             statistics.inactive_split_bytes.add(change)
@@ -258,19 +273,21 @@ class LiveAllocator:
             self.num_retries += retried
             self._num_syncs += retried
         self._num_taken = source.num_taken
-        small, large = allocator.small, allocator.large
-        for pool, statistics in ((small, self._small), (large, self._large)):
-            statistics.segment.move_through(pool.num_segments, pool.num_segments_taken)
-            statistics.reserved_bytes.move_through(pool.reserved, pool.taken)
-            if self._tracks_splits:
-                whole = [block.size for block in pool.by_key.values() if block.prev is None and block.next is None]
-                statistics.num_whole, statistics.whole_bytes = len(whole), sum(whole)
+        every = allocator.all_pools()
+        for size, statistics in enumerate((self._small, self._large)):
+            self._follow_pools([pools[size] for pools in every], statistics)
+        self._follow_pools([pool for pools in every for pool in pools], self._all)
         self._oversize_segments.move_through(source.num_oversize, source.num_oversize_taken)
-        self._all.segment.move_through(
-            small.num_segments + large.num_segments, small.num_segments_taken + large.num_segments_taken
-        )
-        self._all.reserved_bytes.move_through(source.reserved, small.taken + large.taken)
         self.reserved_bytes, self.num_segments = source.reserved, source.num_segments
+
+    def _follow_pools(self, pools: list[Pool], statistics: PoolStatistics) -> None:
+        segments, taken = sum(pool.num_segments for pool in pools), sum(pool.num_segments_taken for pool in pools)
+        statistics.segment.move_through(segments, taken)
+        statistics.reserved_bytes.move_through(sum(pool.reserved for pool in pools), sum(pool.taken for pool in pools))
+        if self._tracks_splits:
+            free = [block for pool in pools for block in pool.by_key.values()]
+            whole = [block.size for block in free if block.prev is None and block.next is None]
+            statistics.num_whole, statistics.whole_bytes = len(whole), sum(whole)
 
     def reset_peaks(self) -> None:
         """Peaks begin at what there is now (`torch.cuda.reset_peak_memory_stats`)."""
@@ -317,10 +334,10 @@ class LiveAllocator:
     def segments(self) -> list[list[Block]]:
         """The blocks of each segment, or of each mapped stretch of an expandable one, in the order of addresses."""
         with self._lock:
-            pools = (self._allocator.small, self._allocator.large)
+            pools = [pool for of_stream in self._allocator.all_pools() for pool in of_stream]
             blocks = [*self._live, *(block for pool in pools for block in pool.by_key.values())]
             heads = [block for block in blocks if block.prev is None or block.prev.state == UNMAPPED]
-            heads.sort(key=lambda block: (block.pool is pools[1], block.address))
+            heads.sort(key=lambda block: (block.pool.page_bytes, block.pool.stream, block.address))
             stretches = []
             for head in heads:
                 stretch, block = [head], head.next

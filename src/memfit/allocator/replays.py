@@ -4,7 +4,7 @@ from itertools import accumulate
 from typing import Any
 
 from memfit.allocator.bfc import BestFitAllocator
-from memfit.allocator.caching import CachingAllocator
+from memfit.allocator.caching import CachingAllocator, StreamPools
 from memfit.allocator.rounding import MIN_BLOCK_BYTES, round_size
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.timeline import Timeline
@@ -22,13 +22,15 @@ def replay(
     its error. Blocks of 0 bytes take nothing.
     """
     allocator = CachingAllocator(options, capacity_bytes)
-    divisions = options.roundup_power2_divisions
+    divisions, requests = options.roundup_power2_divisions, _requests(timeline)
     if divisions > 1:
-        sizes = [round_size(size, divisions) if size else 0 for size in _requests(timeline)]
+        sizes = [round_size(size, divisions) if size else 0 for size in requests]
     else:
         # `round_size` without a call for each.
-        sizes = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in _requests(timeline)]
-    return _replayed(timeline, sizes, allocator, allocator.source)
+        sizes = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in requests]
+    streams = [0, *(block.stream for block in timeline.blocks)]
+    pools = [allocator.pools_of(stream) for stream in streams] if any(streams) else None
+    return _replayed(timeline, requests, sizes, allocator, allocator.source, pools)
 
 
 def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growth: bool = True) -> Replay:
@@ -36,8 +38,8 @@ def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growt
 
     With `growth`, regions are taken as they are needed (TensorFlow's `allow_growth`, JAX without preallocation).
     """
-    allocator = BestFitAllocator(capacity_bytes, growth=growth)
-    return _replayed(timeline, _requests(timeline), allocator, allocator)
+    allocator, requests = BestFitAllocator(capacity_bytes, growth=growth), _requests(timeline)
+    return _replayed(timeline, requests, requests, allocator, allocator)
 
 
 def replay_plain(timeline: Timeline, capacity_bytes: int | None = None) -> Replay:
@@ -79,9 +81,18 @@ def _requests(timeline: Timeline) -> list[int]:
     return [0, *(block.size_bytes for block in timeline.blocks)]
 
 
-def _replayed(timeline: Timeline, sizes: list[int], allocator: Any, source: Any) -> Replay:
-    """Runs the events; `allocator` counts what is allocated, `source` what is reserved."""
-    requests = _requests(timeline)
+def _replayed(
+    timeline: Timeline,
+    requests: list[int],
+    sizes: list[int],
+    allocator: Any,
+    source: Any,
+    pools: list[StreamPools] | None = None,
+) -> Replay:
+    """Runs the events; `allocator` counts what is allocated, `source` what is reserved.
+
+    Where blocks are on several streams, `pools` has those of each block.
+    """
     malloc, free = allocator.malloc, allocator.free
     held: list[Any] = [None] * len(sizes)
     allocated: list[int] = []
@@ -92,7 +103,7 @@ def _replayed(timeline: Timeline, sizes: list[int], allocator: Any, source: Any)
         if event > 0:
             size = sizes[event]
             if size:
-                block = malloc(size)
+                block = malloc(size) if pools is None else malloc(size, pools[event])
                 if block is None:
                     out_of_memory = OutOfMemory(tick, requests[event], allocator.allocated, source.reserved)
                     break

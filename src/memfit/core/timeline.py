@@ -59,6 +59,7 @@ class Block:
         op: operator that allocated it, such as "aten.convolution".
         source: innermost line of code outside the framework, "file.py:31", or "" where there is none.
         at_most: the size depends on data, and is the largest that it can be. Not saved.
+        stream: number of the stream that allocated it; 0 is the default one. What one stream has freed serves no other.
     """
 
     size_bytes: int
@@ -70,6 +71,7 @@ class Block:
     op: str = ""
     source: str = ""
     at_most: bool = field(default=False, compare=False)
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +162,15 @@ class Timeline(Shown):
             [b.size_bytes, b.start, b.end, code(b.category), code(b.phase), code(b.module), code(b.op), code(b.source)]
             for b in self.blocks
         ]
+        streams = [[index, block.stream] for index, block in enumerate(self.blocks) if block.stream]
         return {
             **header("timeline"),
             "num_ticks": self.num_ticks,
             "marks": [[m.tick, m.phase.value, m.step] for m in self.marks],
             "blocks": rows,
             "strings": list(strings),
+            # Of the few blocks that aren't on the default stream; timelines that have none look as they always did.
+            **({"streams": streams} if streams else {}),
         }
 
     @classmethod
@@ -175,11 +180,15 @@ class Timeline(Shown):
             s, num_ticks = plain["strings"], _count(plain["num_ticks"])
             if not all(isinstance(text, str) for text in s):
                 raise ValueError("a field that should be text is not")
-            blocks = []
+            blocks: list[Block] = []
+            streams = {_count(index): _count(stream) for index, stream in plain.get("streams", ())}
             for size, start, end, c, p, *names in plain["blocks"]:
                 module, op, source = (s[name] for name in names)
                 last = None if end is None else _count(end)
-                block = Block(_count(size), _count(start), last, Category(s[c]), Phase(s[p]), module, op, source)
+                stream = streams.get(len(blocks), 0)
+                block = Block(
+                    _count(size), _count(start), last, Category(s[c]), Phase(s[p]), module, op, source, stream=stream
+                )
                 if not block.start < (num_ticks if last is None else last) <= num_ticks:
                     raise ValueError(f"a block lies outside of the timeline's {num_ticks} ticks")
                 blocks.append(block)

@@ -221,7 +221,7 @@ def rebuild(moved: Iterable[Life], marks: tuple[Mark, ...]) -> Timeline:
     ends = {index: tick for tick, (_, begins, index) in enumerate(events) if not begins}
     # As `replace` would, in a third of the time: a search for a plan makes millions of these.
     blocks = [
-        Block(b.size_bytes, starts[i], ends.get(i), b.category, b.phase, b.module, b.op, b.source)
+        Block(b.size_bytes, starts[i], ends.get(i), b.category, b.phase, b.module, b.op, b.source, False, b.stream)
         for i, b in enumerate(life.block for life in kept)
     ]
     blocks.sort(key=lambda block: block.start)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit.allocator import replay
+from memfit.allocator.caching import CachingAllocator
 from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.timeline import Block, Category, Phase, Timeline
@@ -222,3 +223,24 @@ def test_the_worked_example_of_the_documentation_holds() -> None:
 
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_a_release_waits_for_other_streams_and_spares_private_pools_in_use() -> None:
+    # GIVEN 12 MiB that another stream still uses, and 12 that a graph's pool has cached
+    allocator = CachingAllocator(AllocatorOptions(), None)
+    graph = allocator.pools_of(0, (0, 1))
+    used, cached = allocator.malloc(12 * MIB), allocator.malloc(12 * MIB, graph)
+    assert used is not None and cached is not None
+    allocator.free_later(used)
+    allocator.free(cached)
+    assert allocator.is_waiting(used) and not allocator.large.keys
+
+    # WHEN
+    allocator.release_cached()
+
+    # THEN
+    assert not allocator.is_waiting(used)
+    assert allocator.source.reserved == 12 * MIB
+    allocator.end_private((0, 1))
+    allocator.release_cached()
+    assert allocator.source.reserved == 0

@@ -544,3 +544,23 @@ def test_active_blocks_are_the_allocated_ones():
 
     assert levels["active"] is levels["allocation"]
     assert levels["active_bytes"] is levels["allocated_bytes"]
+
+
+def test_statistics_count_the_pools_of_all_streams() -> None:
+    # GIVEN 12 MiB in use on the default stream, and 3 of 20 on another, of which 17 are a free part
+    memory = LiveAllocator(AllocatorOptions(), None)
+    memory.malloc(12 * MIB)
+    block = memory.malloc(3 * MIB, stream=7)
+    assert block is not None
+    stats = memory.stats()
+    assert stats["reserved_bytes.large_pool.current"] == memory.reserved_bytes == 32 * MIB
+    assert stats["inactive_split_bytes.all.current"] == 17 * MIB
+    assert len(memory.segments()) == 2
+
+    # WHEN
+    memory.free(block)
+
+    # THEN nothing but a whole segment is free, and it goes
+    assert memory.stats()["inactive_split_bytes.all.current"] == 0
+    memory.empty_cache()
+    assert memory.reserved_bytes == 12 * MIB

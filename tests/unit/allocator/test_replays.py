@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-from memfit.allocator import replay_plain
+from memfit.allocator import replay, replay_plain
 from memfit.allocator.replays import signed_events
 from memfit.core.replay import OutOfMemory
 from memfit.core.timeline import Block, Category, Phase, Timeline
+from memfit.core.units import MIB
 
 Script = Callable[..., Timeline]
 
@@ -65,3 +66,14 @@ def test_an_empty_timeline_needs_nothing() -> None:
 
     assert result.allocated == ()
     assert result.reserved_peak_bytes == 0
+
+
+def test_what_one_stream_has_freed_serves_no_other() -> None:
+    # GIVEN 12 MiB freed on the default stream, then asked for on another, then on the default one again
+    def block(start: int, end: int | None, stream: int) -> Block:
+        return Block(12 * MIB, start, end, Category.TEMPORARY, Phase.FORWARD, stream=stream)
+
+    timeline = Timeline((block(0, 1, 0), block(2, None, 7), block(3, None, 0)), 4)
+
+    assert [size // MIB for size in replay(timeline).reserved] == [12, 12, 24, 24]
+    assert Timeline.from_json(timeline.to_json()) == timeline
