@@ -13,6 +13,7 @@ from memfit.core import dryrun as dryrun_results
 from memfit.core import env
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, DryRunOptions, Request
+from memfit.core.errors import BadFile
 from memfit.core.progress import announce
 from memfit.planner.moves import autocast_of
 from memfit.reports.dryrun import figures
@@ -88,7 +89,12 @@ def dryrun(
         writable=tuple(map(os.path.abspath, options.writable)),
     )
     for folder in request.writable:
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise BadFile(
+                f"the folder {folder!r}, which the script may write to, can't be made: {error.strerror}. Name another."
+            ) from error
     run, too_large = dry_run(request, quiet_output=options.quiet_output, announce=announce)
     return run if run.fits is not False or too_large is None else _advised(run, too_large)
 

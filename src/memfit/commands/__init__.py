@@ -7,6 +7,7 @@ nothing is left to try, or 128 and the number of a signal.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -90,8 +91,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
     try:
+        output.fill_standard_streams()
         _interrupts.raise_again()
         return _main(given)
+    except OSError as error:
+        if not output.is_of_output(error):
+            raise
+        # The rest goes nowhere, and the interpreter's own last flush has nothing to complain about.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return EXIT_FITS  # the reader went away, as in `memfit devices | head`
+        with contextlib.suppress(OSError):
+            output.announce(f"the answer can't be written to standard output: {error.strerror}.")
+        return EXIT_BAD_USAGE
     finally:
         # The interpreter's own end may be interrupted, too.
         _interrupts.end_at_once()
@@ -115,11 +127,6 @@ def _main(given: list[str]) -> int:
         return output.print_error(error, error.exit_code, as_json=as_json)
     except KeyboardInterrupt:
         return output.print_error(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED, as_json=as_json)
-    except BrokenPipeError:
-        # The reader went away, as in `memfit devices | head`: the rest goes nowhere, and the interpreter's own last
-        # flush has nothing to complain about.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FITS
     except Exception as error:
         # A fault of memfit's own, whose traceback Python prints.
         if as_json:

@@ -58,6 +58,29 @@ def transfer_progress(text: str, *, quiet: bool) -> Iterator[Callable[[int, int]
         bar.stop()
 
 
+def fill_standard_streams() -> None:
+    """Has standard streams that are closed lead nowhere: the next files to be opened would take their places."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - stays open
+
+
+def is_of_output(error: OSError) -> bool:
+    """Whether it is standard output that failed: its reader went away, or the disk that it leads to is full."""
+    if isinstance(error, BrokenPipeError):
+        return True
+    try:
+        # What failed may be gone from the buffer, so that there is something to write again.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as again:
+        return again.errno == error.errno
+    return False
+
+
 def check_writable(path: str) -> None:
     """Refuses a path that no file can be written to, before any time is spent on what to write."""
     folder = os.path.dirname(path) or "."

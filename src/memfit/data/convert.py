@@ -188,7 +188,8 @@ def paths_of(source: Any) -> Iterator[Path]:
         text = os.fspath(source)
         if isinstance(text, str) and "://" not in text:
             path = Path(text).expanduser()
-            if not path.exists() and any(character in text for character in "*?["):
+            # Not `Path.exists`, which raises where a name is too long or a folder may not be entered.
+            if not os.path.exists(path) and any(character in text for character in "*?["):
                 yield from map(Path, matches(str(path)))
             else:
                 yield path
@@ -228,9 +229,9 @@ def _check_places(path: Path, read: Sequence[Path], *, overwrite: bool) -> None:
     target = path.resolve()
     for each in read:
         place = each.resolve()
-        if place == target or (each.exists() and path.exists() and os.path.samefile(each, path)):
+        if place == target or (os.path.exists(each) and os.path.exists(path) and os.path.samefile(each, path)):
             raise BadInput(f"{str(path)!r} is both source and destination. Name another destination.")
-        if place in target.parents and each.is_dir():
+        if place in target.parents and os.path.isdir(each):
             raise BadInput(
                 f"{str(path)!r} lies inside the source {str(each)!r}, which it would become a part of. Name a "
                 "destination beside it."
@@ -240,19 +241,23 @@ def _check_places(path: Path, read: Sequence[Path], *, overwrite: bool) -> None:
                 f"the source {str(each)!r} lies inside the destination {str(path)!r}, which is replaced as a whole. "
                 "Name another folder."
             )
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     if not overwrite:
         raise BadFile(f"{str(path)!r} is there already. Replace it with --overwrite (overwrite=True), or name another.")
     if path.is_dir():
         own = (CLASSES_FILE, FIELDS_FILE)
-        foreign = [each.name for each in path.iterdir() if each.suffix != ".npy" and each.name not in own]
+        foreign = [
+            each.name
+            for each in path.iterdir()
+            if not each.is_file() or (each.suffix != ".npy" and each.name not in own)
+        ]
         if foreign:
             raise BadFile(
                 f"the folder {str(path)!r} holds {foreign[0]!r}, which is no .npy file, and replacing the folder would "
                 "delete it. Name another folder."
             )
-    elif not path.is_file():
+    elif path.exists() and not path.is_file():
         raise BadFile(f"{str(path)!r} is not a file. Name another destination.")
 
 

@@ -7,6 +7,7 @@ blocks are in memory, whatever the size of the data.
 
 import contextlib
 import errno
+import os
 import shutil
 import time
 from collections import deque
@@ -114,6 +115,8 @@ class Transfer:
                 self._converters = [Converter(field, new.dtype, before) for field, new, before in pairs]
                 self._all(start)
                 self._writer.finish()
+                if not self._discard_other and os.path.lexists(self._journal.destination):
+                    raise FileExistsError(errno.EEXIST, "somebody else has made it in the meantime, and it stays")
                 self._journal.finish()
             finally:
                 self._writer.close()

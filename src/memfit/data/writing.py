@@ -103,7 +103,7 @@ def kind_of(destination: Path) -> str:
     >>> kind_of(Path("small.h5"))
     'hdf5'
     """
-    if destination.is_dir():
+    if os.path.isdir(destination):
         return "folder"
     kind = _KINDS.get(destination.suffix.lower())
     if kind is None:

@@ -9,7 +9,7 @@ import pytest
 import memfit
 from memfit.core.device import Origin
 from memfit.core.dryrun import DryRunOptions, Outcome
-from memfit.core.errors import BadTarget, MissingDependency
+from memfit.core.errors import BadFile, BadTarget, MissingDependency
 from memfit.core.units import GIB
 from tests.unit.processes import fake_child
 
@@ -127,3 +127,11 @@ def test_a_device_of_our_own_making_will_do(script, capfd):
     device = memfit.find_device("16GiB")
 
     assert memfit.dryrun(script, device=device).estimate.capacity_bytes == 16 * GIB
+
+
+def test_a_writable_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "file").write_text("mine")
+    options = DryRunOptions(writable=(str(tmp_path / "file" / "inner"),))
+    with pytest.raises(BadFile, match=r"which the script may write to, can't be made: Not a directory"):
+        memfit.dryrun(str(tmp_path / "train.py"), device="t4", options=options)

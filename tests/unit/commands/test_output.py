@@ -1,5 +1,8 @@
 import json
 import os
+import shlex
+import subprocess
+import sys
 
 import pytest
 from rich.text import Text
@@ -107,3 +110,36 @@ def test_what_a_report_forgets_to_escape_cannot_steer_the_terminal(capsys, monke
 
     # The colours are ours; the name's own escapes are shown.
     assert "a\\x1b]0;owned\\x9bb\\u202e" in capsys.readouterr().out
+
+
+def _through_shell(redirection, command):
+    line = f"{shlex.quote(sys.executable)} -m memfit {command} {redirection}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(redirection):
+    done = _through_shell(redirection, "devices t4")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_closed_standard_output_takes_no_place_of_a_file(tmp_path):
+    (tmp_path / "page.py").write_text("print('printed')\n")
+    done = _through_shell(">&-", f"run --html {tmp_path}/page.html {tmp_path}/page.py")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "page.html").read_text().lower().startswith("<!doctype html")
+
+
+@pytest.mark.parametrize("command", ["devices t4", "devices --json", "estimate nope:x --json"])
+def test_standard_output_on_a_full_disk(command):
+    done = _through_shell("> /dev/full", command)
+    assert done.returncode == 2
+    assert "the answer can't be written to standard output: No space left on device." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_for_a_reader_that_went_away():
+    done = _through_shell("| true", "data inspect nope.npy --json")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr

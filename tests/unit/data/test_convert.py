@@ -202,3 +202,35 @@ def test_paths_are_found_in_whatever_is_given(folder):
     assert [path.name for path in paths_of(given)] == ["x.npy", "y.npy", "x.npy", "y.npy"]
     assert size_on_disk([folder]) == size_on_disk([folder / "x.npy", folder / "y.npy"])
     assert size_on_disk([folder / "nothing"]) == 0
+
+
+def test_names_that_cannot_be_looked_at(folder):
+    """A name that is too long, as source and as destination."""
+    with pytest.raises(BadFile, match=r"there is no|too long"):
+        convert_data("a" * 300 + ".npy", "small.npy")
+    with pytest.raises(BadFile, match=r"can't be written: File name too long"):
+        convert_data("x.npy", "a" * 300 + ".npy")
+
+
+def test_a_folder_with_a_folder_in_it_is_not_replaced(folder):
+    (folder / "mine" / "inner.npy").mkdir(parents=True)
+    (folder / "mine" / "inner.npy" / "notes.txt").write_text("mine")
+    with pytest.raises(BadFile, match=r"holds 'inner\.npy', which is no \.npy file"):
+        convert_data("x.npy", "mine", overwrite=True)
+    assert (folder / "mine" / "inner.npy" / "notes.txt").read_text() == "mine"
+
+
+def test_what_appears_at_the_destination_meanwhile_stays(folder):
+    def appear(done, total):
+        (folder / "small.npy").write_text("mine")
+
+    with pytest.raises(BadFile, match=r"somebody else has made it in the meantime, and it stays"):
+        convert_data("x.npy", "small.npy", options=ConvertOptions(progress=appear))
+    assert (folder / "small.npy").read_text() == "mine"
+
+
+def test_a_link_that_leads_nowhere_is_there_already(folder):
+    (folder / "link.npy").symlink_to("nowhere.npy")
+    with pytest.raises(BadFile, match=r"is there already"):
+        convert_data("x.npy", "link.npy")
+    assert (folder / "link.npy").is_symlink()

@@ -32,7 +32,6 @@ from memfit.frameworks.torch.guard.transaction import Entry, Loss, Passes, Trans
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.trace import loss_probe as probe
-from memfit.frameworks.torch.trace.loss_probe import part_of
 
 _log = logging.getLogger("memfit")
 
@@ -299,7 +298,7 @@ class TorchLoop(GuardedLoop):
 
     def _probed_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
         # What was left over from the failed step may have been in the way.
-        for tried in (batch, batch, part_of(batch, 0, 2)):
+        for tried in (batch, batch, probe.varied(batch, 2)):
             finding = self._probed(loss, tried)
             if finding is not None:
                 is_assumed = finding.origin is Origin.ASSUMED and finding.weighting is not None

@@ -188,20 +188,33 @@ def shortened(batch: Any, place: str, ignored: int) -> Any:
     """The batch with all but a few elements of one tensor ignored: 1 position of its first sample, 3 of the others.
 
     So few that one position more or less makes a difference: where labels are shifted, the first sample has none left.
+    A sample of which nothing counts gets the elements of the one of which most does.
     """
     target = tensor_at(batch, place)
     changed = target.clone()
+    counts = _counts(changed, ignored)
+    changed[counts == 0] = changed[counts.argmax()].clone()
     for sample, row in enumerate(changed):
         counts = (row != ignored).flatten(1).any(1) if row.dim() > 1 else row != ignored
         row[counts.cumsum(0) > (1 if sample == 0 else min(3, len(row) - 1))] = ignored
     return map_tensors(batch, lambda tensor: changed if tensor is target else tensor)
 
 
+def has_empty(batch: Any, place: str, ignored: int) -> bool:
+    """Whether nothing of some sample counts: any mean over what counts then looks like any other."""
+    return bool((_counts(tensor_at(batch, place), ignored) == 0).any())
+
+
+def _counts(tensor: torch.Tensor, ignored: int) -> torch.Tensor:
+    return (tensor != ignored).reshape(len(tensor), -1).sum(1)
+
+
 def contrasted(batch: Any) -> Any:
     """The batch with a first sample unlike the others, where samples of random data are all alike.
 
     Its measurements are halved, and the second half of its positions hold what the first one does: values that any
-    loss takes. The first half stays, so that not all of what counts is gone.
+    loss takes. The first half stays, so that not all of what counts is gone. Where all have the same number, such as a
+    class, it gets the one next to it: classes may weigh differently.
     """
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,6 +227,13 @@ def contrasted(batch: Any) -> Any:
                 changed[0] *= 0.5
         elif tensor.dim() > 1 and not tensor.dtype.is_complex:
             changed[0, tensor.shape[1] // 2 :] = tensor[0, :1]
+        elif (
+            tensor.dim() == 1
+            and tensor.dtype is not torch.bool
+            and not tensor.dtype.is_complex
+            and bool((tensor == tensor[0]).all())
+        ):
+            changed[0] = tensor[0] - 1 if tensor[0] > 0 else 1
         return changed
 
     return map_tensors(batch, change)

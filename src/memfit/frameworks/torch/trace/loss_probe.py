@@ -35,6 +35,7 @@ from memfit.frameworks.torch.trace.loss_hypotheses import (
     Weighing,
     all_weighings,
     contrasted,
+    has_empty,
     shortened,
 )
 from memfit.frameworks.torch.trace.real_runs import untouched
@@ -78,7 +79,7 @@ def find_weighting(model: torch.nn.Module, loss: Callable[[Any, Any], Any], batc
     if obstacle:
         found = _assumed(obstacle)
     else:
-        few = part_of(batch, 0, min(common_first_dimension(batch) or 0, _MAX_SAMPLES))
+        few = varied(batch)
         with untouched(model, loss):
             _switch_batch_effects_off(model)
             probe = _Probe(model, loss, few)
@@ -96,6 +97,28 @@ def find_weighting(model: torch.nn.Module, loss: Callable[[Any, Any], Any], batc
 def part_of(batch: Any, start: int, stop: int) -> Any:
     """Some samples of a batch; tensors are views, those without dimensions stay whole."""
     return map_tensors(batch, lambda tensor: tensor[start:stop] if tensor.dim() else tensor)
+
+
+def varied(batch: Any, most: int = _MAX_SAMPLES) -> Any:
+    """A few samples of a batch, of which the second differs from the first in as many integers as any.
+
+    Samples of one class, which are most of a batch where classes are rare, hide that a loss weighs classes.
+    """
+    num_samples = common_first_dimension(batch) or 0
+    first = part_of(batch, 0, min(num_samples, most))
+    parted = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    if any(len(tensor) != num_samples or tensor.layout is not torch.strided for tensor in parted):
+        return first
+    differing = [0] * num_samples
+    for tensor in parted:
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            is_other = (tensor != tensor[:1]).reshape(num_samples, -1).any(1).tolist()
+            differing = [number + other for number, other in zip(differing, is_other, strict=True)]
+    second = differing.index(max(differing))
+    if second < 2 or most < 2:
+        return first
+    order = [0, second, *(number for number in range(1, num_samples) if number != second)][:most]
+    return map_tensors(batch, lambda tensor: tensor[order] if tensor.dim() else tensor)
 
 
 def _obstacle(model: torch.nn.Module, batch: Any) -> str:
@@ -275,14 +298,17 @@ class _Probe:
         if not self._checks_indices:
             tensors = {place: tensor_at(batch, place) for place, _ in suspects}
             suspects = [(at, value) for at, value in suspects if tensors[at].min() <= value <= tensors[at].max()]
+        # Where nothing of a sample counts, any mean over what counts would have passed until now.
+        is_untested = any(has_empty(batch, place, ignored) for place, ignored in suspects)
         for place, ignored in suspects[:_MAX_CHANGED_BATCHES]:
             # Once one tensor's count is left of all hypotheses, nothing more can be learned. Labels that are ignored
             # by PyTorch's own convention come up in later batches even where this one has none: always tried.
-            is_settled = len({(w.weighting.kind, w.weighting.tensor) for w in remaining}) == 1
+            is_settled = not is_untested and len({(w.weighting.kind, w.weighting.tensor) for w in remaining}) == 1
             if is_settled or not (self._has_time() or ignored == USUAL_IGNORED):
                 return
             found = self._try(shortened(batch, place, ignored), 1)
             if found is not None:
+                is_untested = False
                 remaining = [weighing for weighing in remaining if weighing.holds(found)]
                 yield found
 

@@ -542,3 +542,31 @@ def test_at_most_eight_samples_are_run():
     sizes = [int(size) for size in seen.getvalue().split()]
     assert max(sizes) == 8
     assert len(sizes) <= 10
+
+
+@pytest.mark.parametrize("others", [[1, 2, 1, 0], [0, 0, 0, 0], [3, 3, 3, 3]])
+def test_rare_classes_of_another_weight_are_seen(others):
+    """Most samples, or all, of a batch are of one class where classes are weighed, and the first ones always."""
+    weights = torch.tensor([0.1, 2.0, 5.0, 7.0, 1.0])
+    labels = torch.tensor([others[-1]] * (SAMPLES - 4) + others)
+
+    def weighed(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], weight=weights)
+
+    assert find_weighting(linear(), weighed, (features(), labels)).weighting is None
+    assert find_weighting(linear(), classify, (features(), labels)).weighting == Weighting("samples")
+
+
+def test_a_first_sample_of_which_nothing_counts_hides_nothing():
+    labels = words()
+    labels[0] = -100
+
+    def squared(model, batch):
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()) ** 2
+
+    def plain(model, batch):
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    two = part_of((words(), labels), 0, 2)
+    assert find_weighting(Words(), squared, two).weighting is None
+    assert find_weighting(Words(), plain, two).weighting == Weighting("count", "[1]", -100)
