@@ -57,7 +57,9 @@ def test_nothing_is_dumped(result):
 def test_what_is_printed_of_a_batch_search_is_its_table():
     text = str(memfit.MaxBatch(8, ESTIMATE, ((8, 2**30, True), (16, 2**36, False)), 9))
 
-    assert text.startswith("Batch size 8 is safe; 9 is the limit (23.7 GiB usable on NVIDIA GeForce RTX 3090, measured)\n")
+    assert text.startswith(
+        "Batch size 8 is safe; 9 is the limit (23.7 GiB usable on NVIDIA GeForce RTX 3090, measured)\n"
+    )
     assert "64.0 GiB" in text
 
 
