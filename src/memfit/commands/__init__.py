@@ -18,6 +18,7 @@ from memfit.commands import output
 from memfit.commands.parser import Parser, UsageError, add_aliases, nearest_options
 from memfit.core import interrupts as _interrupts
 from memfit.core.errors import MemfitError
+from memfit.core.progress import announce
 
 EXIT_FITS = 0
 EXIT_FAULT = 1
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):
             return EXIT_FITS  # the reader went away, as in `memfit devices | head`
         with contextlib.suppress(OSError):
-            output.announce(f"the answer can't be written to standard output: {error.strerror}.")
+            announce(f"the answer can't be written to standard output: {error.strerror}.")
         return EXIT_BAD_USAGE
     finally:
         # The interpreter's own end may be interrupted, too.

@@ -90,8 +90,19 @@ def check_writable(path: str) -> None:
         raise BadFile(f"{path!r} is a folder. Give the path of a file, such as memory.html.")
     if os.path.exists(path) and not os.path.isfile(path):
         raise BadFile(f"{path!r} is not a file. Give the path of one, such as memory.html.")
+    if not _may_be_replaced(path):
+        raise BadFile(f"{path!r} is there already and is no report: it would be lost. Name another file, or remove it.")
     if not os.access(folder, os.W_OK):
         raise BadFile(f"the folder {folder!r} can't be written to, so {path!r} can't be either. Name another.")
+
+
+def _may_be_replaced(path: str) -> bool:
+    """Whether a file is missing, empty, or begins as pages and JSON do: anything else, such as a script, is a slip."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(64).lstrip()[:1] in (b"", b"<", b"{")
+    except OSError:
+        return True  # missing, or for `os.replace` to refuse
 
 
 def check_folder(path: str) -> None:

@@ -198,6 +198,6 @@ def _slack(block: _OldBlock, allocations: Sequence[tuple[int, int]]) -> int:
 def pool_id_of(event: Event) -> PoolId | None:
     """The private pool that an event names, (0, 0) for none; events of PyTorch before 2.12 don't tell: None."""
     given = event.raw.get("pool_id")
-    if isinstance(given, Sequence) and len(given) == 2:
-        return int(given[0]), int(given[1])
+    if isinstance(given, Sequence) and len(given) == 2 and all(type(number) is int for number in given):
+        return given[0], given[1]
     return None

@@ -214,7 +214,7 @@ def _parse(path: Path, content: Any) -> Snapshot:
             tuple(_event(raw, device) for raw in trace) for device, trace in enumerate(content.get("device_traces", ()))
         )
         settings = dict(content.get("allocator_settings") or {})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadFile(
             f"{path} is a memory snapshot in a form that isn't known ({type(error).__name__}: {error}); "
             "those of PyTorch 2.1 and later are."
@@ -225,7 +225,7 @@ def _parse(path: Path, content: Any) -> Snapshot:
 def _event(raw: Mapping[str, Any], device: int) -> Event:
     address = raw.get("addr")
     return Event(
-        str(raw["action"]),
+        _text(raw["action"]),
         None if address is None else int(address),
         int(raw["size"]),
         int(raw["stream"]),
@@ -243,7 +243,7 @@ def _segment(raw: Mapping[str, Any]) -> Segment:
         # Files of PyTorch 2.0 give no addresses: blocks follow each other.
         position = int(block.get("address", position))
         requested = int(block.get("requested_size", size_bytes))
-        blocks.append(SnapshotBlock(position, size_bytes, requested, str(block["state"]), block))
+        blocks.append(SnapshotBlock(position, size_bytes, requested, _text(block["state"]), block))
         position += size_bytes
     return Segment(
         address,
@@ -251,11 +251,23 @@ def _segment(raw: Mapping[str, Any]) -> Segment:
         int(raw["stream"]),
         int(raw["device"]),
         (int(first), int(second)),
-        str(raw["segment_type"]),
+        _text(raw["segment_type"]),
         bool(raw.get("is_expandable", False)),
         tuple(blocks),
     )
 
 
 def _frames(raw: Any) -> tuple[Frame, ...]:
-    return tuple(Frame(str(one["name"]), str(one["filename"]), int(one["line"])) for one in raw or ())
+    try:
+        return tuple(Frame(_text(one["name"]), _text(one["filename"]), int(one["line"])) for one in raw or ())
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadFile(
+            f"a memory snapshot has a stack in a form that isn't known ({type(error).__name__}: {error})."
+        ) from None
+
+
+def _text(value: Any) -> str:
+    """Text; what holds itself many times over would take for ever to be written out as one."""
+    if not isinstance(value, str):
+        raise TypeError(f"text was expected, but there is a {type(value).__name__}")
+    return value

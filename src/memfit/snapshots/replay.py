@@ -37,6 +37,8 @@ _GROWS = (SEGMENT_ALLOCATED, SEGMENT_MAPPED)
 _SHRINKS = (SEGMENT_FREED, SEGMENT_UNMAPPED)
 # Where segments go that the driver never made: above every address of a device.
 _INVENTED = 1 << 55
+# No device has as much; pages of segments are counted one by one.
+_MOST_SEGMENT_BYTES = 1 << 42
 
 # What happened to a segment, its bytes and its stream.
 _Change = tuple[str, int, int]
@@ -101,7 +103,13 @@ def replay_snapshot(snapshot: Snapshot, device: int | None = None, *, driver_add
     """
     events = snapshot.history(device)
     _check(snapshot, events)
-    return _Replaying(snapshot, events, driver_addresses).run()
+    try:
+        return _Replaying(snapshot, events, driver_addresses).run()
+    except (KeyError, IndexError, ValueError) as error:
+        raise BadFile(
+            f"{snapshot.path} has events that contradict each other, such as a segment that is freed while a block of "
+            "it is in use. The file is damaged: write or copy it again."
+        ) from error
 
 
 def options_of(snapshot: Snapshot, events: Sequence[Event]) -> AllocatorOptions:
@@ -137,11 +145,16 @@ def _number(values: Mapping[str, Any], name: str, default: int) -> int:
 def _check(snapshot: Snapshot, events: Sequence[Event]) -> None:
     """Refuses what no device does, before anything is computed of it."""
     limit = 1 << ADDRESS_BITS - 1
-    ranges = [(event.address or 0, event.size_bytes) for event in events]
-    ranges += [(segment.address, segment.total_bytes) for segment in snapshot.segments]
-    ranges += [(block.address, block.size_bytes) for segment in snapshot.segments for block in segment.blocks]
-    for address, size_bytes in ranges:
-        if not (0 <= address < limit and 0 <= size_bytes < limit):
+    changes = (*_GROWS, *_SHRINKS)
+    # What is asked for may be any number, and is refused by the device.
+    ranges = [
+        (event.address or 0, event.size_bytes, _MOST_SEGMENT_BYTES if event.action in changes else limit)
+        for event in events
+    ]
+    ranges += [(segment.address, segment.total_bytes, _MOST_SEGMENT_BYTES) for segment in snapshot.segments]
+    ranges += [(block.address, block.size_bytes, limit) for segment in snapshot.segments for block in segment.blocks]
+    for address, size_bytes, most_bytes in ranges:
+        if not (0 <= address < limit and 0 <= size_bytes < most_bytes):
             raise BadFile(
                 f"{snapshot.path} has {size_bytes} bytes at address {address}, which no device has. "
                 "The file is damaged, or no snapshot of a GPU: write or copy it again."

@@ -143,3 +143,12 @@ def test_an_error_for_a_reader_that_went_away():
     done = _through_shell("| true", "data inspect nope.npy --json")
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
+
+
+def test_what_is_no_report_is_not_replaced(tmp_path):
+    for name, content in (("old.html", "<!doctype html>"), ("plan.json", '{"a": 1}'), ("empty.html", "")):
+        (tmp_path / name).write_text(content)
+        output.check_writable(str(tmp_path / name))
+    (tmp_path / "train.py").write_text("import torch\n")
+    with pytest.raises(BadFile, match=r"is there already and is no report"):
+        output.check_writable(str(tmp_path / "train.py"))

@@ -1,5 +1,6 @@
 """Real histories through the model: what the program and the device decide is given, the rest is compared."""
 
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from memfit.core.errors import BadFile
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import GIB, MIB
-from memfit.snapshots.reader import Snapshot
+from memfit.snapshots.reader import Snapshot, read_snapshot
 from memfit.snapshots.replay import SnapshotReplay, divisions_of, options_of, replay_snapshot
 
 Saved = Callable[[dict[str, Any]], Snapshot]
@@ -320,3 +321,61 @@ def test_settings_are_those_of_the_snapshot(saved: Saved) -> None:
     assert options_of(snapshot, snapshot.history()) == AllocatorOptions(max_split_size_bytes=128 * MIB)
     assert [divisions_of(snapshot.settings, size) for size in (1, MIB, 3 * MIB, 5 * MIB, 99 * GIB)] == [4, 4, 8, 0, 2]
     assert divisions_of({}, MIB) == 0
+
+
+# What no program of NVIDIA's or PyTorch's has written.
+
+SEGMENT = {"address": 1 << 45, "total_size": 2 << 20, "stream": 0, "device": 0, "segment_type": "small", "blocks": []}
+EVENT = {"action": "alloc", "addr": 1 << 45, "size": 500, "stream": 0}
+
+
+def _nested():
+    value = ["x"]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+def hostile(path, segment=None, *events):
+    content = {"segments": [{**SEGMENT, **(segment or {})}], "device_traces": [[{**EVENT, **each} for each in events]]}
+    path.write_bytes(pickle.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("event", [{"size": float("inf")}, {"action": _nested()}, {"addr": float("inf")}])
+def test_values_that_are_no_numbers_or_texts(tmp_path, event):
+    with pytest.raises(BadFile, match=r"in a form that isn't known"):
+        read_snapshot(hostile(tmp_path / "one.pickle", None, event))
+
+
+def test_a_stack_in_another_form(tmp_path):
+    (event,) = read_snapshot(hostile(tmp_path / "one.pickle", None, {"frames": [{"name": _nested()}]})).history()
+    with pytest.raises(BadFile, match=r"a stack in a form that isn't known"):
+        event.frames  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("segment", "events"),
+    [
+        ({"is_expandable": True, "total_size": 1 << 45}, [{}]),
+        ({}, [{"action": "segment_unmap", "size": 1 << 46}, {}]),
+    ],
+)
+def test_segments_that_no_device_has(tmp_path, segment, events):
+    with pytest.raises(BadFile, match=r"which no device has"):
+        replay_snapshot(read_snapshot(hostile(tmp_path / "one.pickle", segment, *events)))
+
+
+def test_events_that_contradict_each_other(tmp_path):
+    kinds = ["free_completed", "free_requested", "free_requested", "alloc", "alloc", "segment_free", "segment_free"]
+    sizes = {"segment_free": 2 << 20}
+    events = [{"action": kind, "size": sizes.get(kind, 500)} for kind in kinds]
+    block = {"size": 512, "state": "active_allocated", "address": 1 << 45}
+    path = hostile(tmp_path / "one.pickle", {"blocks": [block]}, *events, {"action": "oom", "size": 1 << 50})
+    with pytest.raises(BadFile, match=r"contradict each other"):
+        replay_snapshot(read_snapshot(path))
+
+
+def test_pools_that_are_no_numbers_are_not_told(tmp_path):
+    path = hostile(tmp_path / "one.pickle", None, {"pool_id": ["a", float("inf")]})
+    assert replay_snapshot(read_snapshot(path)).num_allocations == 1
