@@ -298,8 +298,8 @@ class TorchLoop(GuardedLoop):
 
     def _probed_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
         # What was left over from the failed step may have been in the way.
-        for tried in (batch, batch, probe.varied(batch, 2)):
-            finding = self._probed(loss, tried)
+        for max_samples in (probe.MAX_SAMPLES, probe.MAX_SAMPLES, 2):
+            finding = self._probed(loss, batch, max_samples)
             if finding is not None:
                 is_assumed = finding.origin is Origin.ASSUMED and finding.weighting is not None
                 return self.assumed_weighting if is_assumed else finding.weighting, finding.reason
@@ -308,7 +308,7 @@ class TorchLoop(GuardedLoop):
             return None, probe.UNKNOWN_LISTS
         return self.assumed_weighting, "there is no memory to try it out"
 
-    def _probed(self, loss: Loss, batch: Any) -> probe.Found | None:
+    def _probed(self, loss: Loss, batch: Any, max_samples: int) -> probe.Found | None:
         """What a probe finds out; None where memory runs out in it."""
         ran_out, results = False, []
 
@@ -322,7 +322,7 @@ class TorchLoop(GuardedLoop):
 
         def run() -> None:
             self.transaction.close()
-            results.append(probe.find_weighting(self.plain_model, watched, batch))
+            results.append(probe.find_weighting(self.plain_model, watched, batch, max_samples))
 
         return results[0] if caught(run) is None and not ran_out else None
 

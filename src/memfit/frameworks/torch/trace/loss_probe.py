@@ -40,10 +40,10 @@ from memfit.frameworks.torch.trace.loss_hypotheses import (
 )
 from memfit.frameworks.torch.trace.real_runs import untouched
 
-_MAX_SAMPLES = 8
+MAX_SAMPLES = 8
 # Processor time, which other programs of the machine don't lengthen. Up to so many seconds for one sample, so many
 # samples are probed; two, where it takes longer.
-_SAMPLES_BY_COST = ((0.1, _MAX_SAMPLES), (0.5, 4))
+_SAMPLES_BY_COST = ((0.1, MAX_SAMPLES), (0.5, 4))
 _LEAST_SAMPLES = 2
 # Sequences are cut to this length.
 _MAX_POSITIONS = 64
@@ -73,13 +73,15 @@ class Found:
     origin: Origin
 
 
-def find_weighting(model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> Found:
-    """How the loss of a batch is made of the losses of its parts, by at most 8 samples; the model is left as it was."""
+def find_weighting(
+    model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any, max_samples: int = MAX_SAMPLES
+) -> Found:
+    """How the loss of a batch is made of the losses of its parts, by a few samples; the model is left as it was."""
     obstacle = _obstacle(model, batch)
     if obstacle:
         found = _assumed(obstacle)
     else:
-        few = varied(batch)
+        few = _varied(batch, max_samples)
         with untouched(model, loss):
             _switch_batch_effects_off(model)
             probe = _Probe(model, loss, few)
@@ -99,7 +101,7 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     return map_tensors(batch, lambda tensor: tensor[start:stop] if tensor.dim() else tensor)
 
 
-def varied(batch: Any, most: int = _MAX_SAMPLES) -> Any:
+def _varied(batch: Any, most: int) -> Any:
     """A few samples of a batch, of which the second differs from the first in as many integers as any.
 
     Samples of one class, which are most of a batch where classes are rare, hide that a loss weighs classes.

@@ -5,6 +5,7 @@ import resource
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.guard_cases import Cnn, Transformer
 from memfit.core.errors import BadModel
@@ -53,6 +54,21 @@ def test_a_probe_that_finds_no_memory_assumes_samples():
 
     assert weighting == Weighting() or weighting is None
     assert reason
+
+
+def test_choosing_samples_for_a_probe_may_find_no_memory_either():
+    class NoMemoryToCompare(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if operator is torch.ops.aten.ne.Tensor:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+            return operator(*args, **(kwargs or {}))
+
+    loop = make(nn.Linear(3, 2))
+    batch = (torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 0, 1]))
+    with NoMemoryToCompare():
+        found = loop.find_weighting(lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), batch)
+
+    assert found == (Weighting(), "there is no memory to try it out")
 
 
 def test_the_explanation_has_figures_and_what_to_do():
