@@ -270,7 +270,7 @@ class _Conversion:
         options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
         batch_bytes = max(_BATCH_BYTES, self._file.size // _MOST_BATCHES)
         each = max(1, batch_bytes // (8 * len(self._trials)))
-        with pa.OSFile(os.fspath(path), "wb") as sink, pa.ipc.new_stream(sink, schema, options=options) as writer:
+        with pa.OSFile(os.fsencode(path), "wb") as sink, pa.ipc.new_stream(sink, schema, options=options) as writer:
             for batch in self._batches():
                 columns = dict(zip(sorted(self._trials), batch.columns, strict=True))
                 arrays = [self._field(part, columns) for part in self._parts]

@@ -245,6 +245,15 @@ def test_a_spool_folder_that_cannot_be_written(tmp_path, monkeypatch):
         CsvSource(write(tmp_path / "x.csv", "a\n1\n"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are Unicode there")
+def test_a_spool_folder_whose_name_is_no_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_SPOOL", os.fsdecode(os.fsencode(tmp_path) + b"/spool-\xff"))
+
+    source = CsvSource(write(tmp_path / "x.csv", "a,b\n1,2\n3,4\n"))
+
+    assert source.num_samples == 2
+
+
 def test_blank_lines_and_a_last_line_without_an_end(tmp_path):
     path = write(tmp_path / "x.csv", "\na\n1\n" + "\n" * 500 + "2\n3\n" + "\r\n" * 300 + "4")
     assert read(CsvSource(path))[0].tolist() == [[1], [2], [3], [4]]
