@@ -47,7 +47,7 @@ class RedirectedFiles:
     """Where the checkpoints of a dry run are, and stand-ins for Python's functions on files.
 
     A path is known by its key: absolute, with the links on the way to it resolved. Without a `folder` a temporary one
-    is made on first use. Where files are `private`, nobody but the script sees what it writes, and files stay in place.
+    is made on first use and removed at the end. Where files are `private`, nobody but the script sees what it writes, and files stay in place.
     """
 
     def __init__(self, folder: str | None, report: Report, *, private: bool = False) -> None:
@@ -57,6 +57,7 @@ class RedirectedFiles:
         self.new_folders: set[str] = set()  # folders that the script made
         self.is_active = False  # whether the stand-ins are in place
         self._folder = None if folder is None else os.path.realpath(folder)
+        self._are_kept = folder is not None
         self._report = report
         self._reported: set[tuple[str, str]] = set()
         self._names: set[str] = set()
@@ -98,7 +99,8 @@ class RedirectedFiles:
             self.redirected[key] = os.fsdecode(path)
         if key not in self.redirected:
             self.redirected[key] = os.path.join(self._new_folder(), name)
-            text = f"{key} was not touched; what was saved there is in {self.redirected[key]}"
+            place = f"is in {self.redirected[key]}" if self._are_kept else "is discarded at the end"
+            text = f"{key} was not touched; what was saved there {place}"
             if not os.path.isdir(os.path.dirname(key)):
                 text += ". Its folder does not exist: without memfit, saving there would fail"
             self._note(REDIRECTED, key, text)
@@ -164,7 +166,8 @@ class RedirectedFiles:
     def finish(self) -> None:
         """Moves folders of checkpoints that the script made to the redirected files: later runs could resume from them.
 
-        To be called when Python's functions are its own again.
+        Without a folder to keep them in, redirected files are then removed. To be called when Python's functions are
+        its own again.
         """
         asked = {os.path.dirname(path) for path in self.redirected}
         for folder in sorted(self.new_folders, key=len, reverse=True):
@@ -172,9 +175,12 @@ class RedirectedFiles:
                 continue
             if _is_checkpoint_folder(folder):
                 place = shutil.move(folder, self._new_folder())
-                self._note(REDIRECTED, folder, f"{folder}, made by this run, was moved to {place}")
+                done = f"moved to {place}" if self._are_kept else "removed"
+                self._note(REDIRECTED, folder, f"{folder}, made by this run, was {done}")
             elif folder in asked and not os.listdir(folder):
                 os.rmdir(folder)
+        if not self._are_kept and self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def replacement(self, owner: Any, name: str, other: Callable[..., Any]) -> Replacement:
         """A stand-in for `owner.name`, which `other` gets first; modules that keep it have the plain one afterwards."""

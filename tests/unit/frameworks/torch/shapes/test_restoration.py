@@ -10,6 +10,7 @@ import pathlib
 import random
 import shutil
 import sys
+import tempfile
 import threading
 from types import ModuleType
 
@@ -170,7 +171,10 @@ def test_every_attribute_is_the_object_it_was_after_an_error_too():
     assert changes(before, attributes()) == []
 
 
-def test_the_users_files_are_what_they_were(tmp_path):
+def test_the_users_files_are_what_they_were(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     before = attributes()
     path = tmp_path / "model.pt"
     torch.save({"weight": torch.ones(2)}, path)
@@ -178,10 +182,12 @@ def test_the_users_files_are_what_they_were(tmp_path):
         assert builtins.open is not before["builtins", "open"]
         torch.save(nn.Linear(2, 2).cuda().state_dict(), path)
         assert torch.load(path)["weight"].is_cuda
+        assert list(temporary.iterdir())
         raise KeyError
 
     assert changes(before, attributes()) == []
     assert torch.load(path)["weight"].tolist() == [1, 1]
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_optimizers_of_keras_are_what_they_were(monkeypatch):
