@@ -47,7 +47,8 @@ class RedirectedFiles:
     """Where the checkpoints of a dry run are, and stand-ins for Python's functions on files.
 
     A path is known by its key: absolute, with the links on the way to it resolved. Without a `folder` a temporary one
-    is made on first use and removed at the end. Where files are `private`, nobody but the script sees what it writes, and files stay in place.
+    is made on first use and removed at the end. Where files are `private`, nobody but the script sees what it writes,
+    and files stay in place.
     """
 
     def __init__(self, folder: str | None, report: Report, *, private: bool = False) -> None:
