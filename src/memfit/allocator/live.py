@@ -275,19 +275,15 @@ class LiveAllocator:
         self._num_taken = source.num_taken
         every = allocator.all_pools()
         for size, statistics in enumerate((self._small, self._large)):
-            self._follow_pools([pools[size] for pools in every], statistics)
-        self._follow_pools([pool for pools in every for pool in pools], self._all)
+            same_size = [pools[size] for pools in every]
+            _follow_pools(same_size, statistics)
+            if self._tracks_splits:
+                free = [block for pool in same_size for block in pool.by_key.values()]
+                whole = [block.size for block in free if block.prev is None and block.next is None]
+                statistics.num_whole, statistics.whole_bytes = len(whole), sum(whole)
+        _follow_pools([pool for pools in every for pool in pools], self._all)
         self._oversize_segments.move_through(source.num_oversize, source.num_oversize_taken)
         self.reserved_bytes, self.num_segments = source.reserved, source.num_segments
-
-    def _follow_pools(self, pools: list[Pool], statistics: PoolStatistics) -> None:
-        segments, taken = sum(pool.num_segments for pool in pools), sum(pool.num_segments_taken for pool in pools)
-        statistics.segment.move_through(segments, taken)
-        statistics.reserved_bytes.move_through(sum(pool.reserved for pool in pools), sum(pool.taken for pool in pools))
-        if self._tracks_splits:
-            free = [block for pool in pools for block in pool.by_key.values()]
-            whole = [block.size for block in free if block.prev is None and block.next is None]
-            statistics.num_whole, statistics.whole_bytes = len(whole), sum(whole)
 
     def reset_peaks(self) -> None:
         """Peaks begin at what there is now (`torch.cuda.reset_peak_memory_stats`)."""
@@ -361,3 +357,9 @@ def memory_of(device: Device, *, unlimited: bool = False) -> tuple[LiveAllocator
         memory.configure(parse_options(env.allocator_settings(), report))
 
     return memory, configure
+
+
+def _follow_pools(pools: list[Pool], statistics: PoolStatistics) -> None:
+    segments, taken = sum(pool.num_segments for pool in pools), sum(pool.num_segments_taken for pool in pools)
+    statistics.segment.move_through(segments, taken)
+    statistics.reserved_bytes.move_through(sum(pool.reserved for pool in pools), sum(pool.taken for pool in pools))

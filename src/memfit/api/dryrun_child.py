@@ -94,13 +94,6 @@ def _with_advice(result: DryRun) -> DryRun:
     return replace(result, estimate=replace(result.estimate, notes=tuple(notes)))
 
 
-class _WithoutLoadErrors(logging.Filter):
-    """bitsandbytes looks for a CUDA library, as the device is one of CUDA; what it would do is simulated without."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "library load error" not in record.getMessage()
-
-
 def _read(request_path: str) -> Request:
     request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
     if request.layers and not request.checkpoint_folder:
@@ -148,8 +141,9 @@ def follow(request_path: str) -> None:
 def _script_run(request: Request, request_path: str, name: str) -> "ScriptRun":
     from memfit.frameworks.torch.script.script import ScriptRun
 
-    # Its traceback reads as if the script had failed.
-    logging.getLogger("bitsandbytes.cextension").addFilter(_WithoutLoadErrors())
+    # It looks for a CUDA library, which simulating its work doesn't need; its traceback reads as if the script failed.
+    logger = logging.getLogger("bitsandbytes.cextension")
+    logger.addFilter(lambda record: "library load error" not in record.getMessage())
     memory, configure = memory_of(request.device, unlimited=request.unlimited)
     folder, shared = os.path.dirname(request_path), None
     if can_share():

@@ -21,13 +21,12 @@ from memfit.snapshots.reader import (
     FREE_REQUESTED,
     SEGMENT_ALLOCATED,
     SEGMENT_FREED,
+    SEGMENT_MAPPED,
+    SEGMENT_UNMAPPED,
     Event,
     Segment,
     Snapshot,
 )
-
-# Pages of an expandable segment.
-SEGMENT_MAPPED, SEGMENT_UNMAPPED = "segment_map", "segment_unmap"
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class OldSegment:
 
 @dataclass(slots=True)
 class State:
-    """All that was there; the private pools' ranges at the end as (address, end, pool), sorted."""
+    """All that was there, by address; the private pools' ranges at the end as (address, end, pool), sorted."""
 
     segments: list[OldSegment]
     pool_ids: list[tuple[int, int, PoolId]]

@@ -25,6 +25,8 @@ MAX_BYTES = 4 * GIB
 
 ALLOCATED, FREE_REQUESTED, FREE_COMPLETED = "alloc", "free_requested", "free_completed"
 SEGMENT_ALLOCATED, SEGMENT_FREED, OUT_OF_MEMORY = "segment_alloc", "segment_free", "oom"
+# Pages of an expandable segment.
+SEGMENT_MAPPED, SEGMENT_UNMAPPED = "segment_map", "segment_unmap"
 
 _XZ, _GZIP = b"\xfd7zXZ\x00", b"\x1f\x8b"
 _HOW = (

@@ -21,7 +21,7 @@ from memfit.allocator.rounding import NO_LIMIT, SMALL_BYTES, round_size
 from memfit.core.errors import BadFile
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import MIB
-from memfit.snapshots.beginning import SEGMENT_MAPPED, SEGMENT_UNMAPPED, State, find_beginning, pool_id_of
+from memfit.snapshots.beginning import State, find_beginning, pool_id_of
 from memfit.snapshots.reader import (
     ALLOCATED,
     FREE_COMPLETED,
@@ -29,6 +29,8 @@ from memfit.snapshots.reader import (
     OUT_OF_MEMORY,
     SEGMENT_ALLOCATED,
     SEGMENT_FREED,
+    SEGMENT_MAPPED,
+    SEGMENT_UNMAPPED,
     Event,
     Snapshot,
 )
@@ -193,7 +195,7 @@ class _Replaying:
             self._source.place = self._place
 
     def _begin(self, beginning: State) -> None:
-        for segment in sorted(beginning.segments, key=lambda segment: segment.address):
+        for segment in beginning.segments:
             pools = self._model.pools_of(segment.stream, segment.pool_id)
             used = [(address, size) for address, size, _ in segment.used]
             blocks = self._model.adopt(pools, segment.is_large, (segment.address, segment.size_bytes), used)

@@ -24,6 +24,11 @@ def freed(address: int, size_bytes: int, stream: int = 0) -> list[dict[str, Any]
     return [event(action, address, size_bytes, stream) for action in ("free_requested", "free_completed")]
 
 
+def taken(address: int, size_bytes: int, stream: int = 0, **more: Any) -> list[dict[str, Any]]:
+    """A segment and the block that takes all of it."""
+    return [event(action, address, size_bytes, stream, **more) for action in ("segment_alloc", "alloc")]
+
+
 def segment(address: int, size_bytes: int, *blocks: tuple[int, str], **more: Any) -> dict[str, Any]:
     rows = [{"size": size, "requested_size": size, "state": state} for size, state in blocks]
     plain = {"device": 0, "stream": 0, "segment_type": "large", "is_expandable": False}
@@ -46,8 +51,7 @@ def test_a_history_from_the_start_is_exact(saved: Saved) -> None:
         event("segment_alloc", a, 20 * MIB),
         event("alloc", a, 3 * MIB),
         event("alloc", a + 3 * MIB, 17 * MIB),
-        event("segment_alloc", b, 30 * MIB),
-        event("alloc", b, 30 * MIB),
+        *taken(b, 30 * MIB),
         *freed(a, 3 * MIB),
         event("alloc", a, 2 * MIB),
     ]
@@ -76,11 +80,9 @@ def test_streams_do_not_share_what_is_free(saved: Saved) -> None:
     # GIVEN 12 MiB that one stream has freed, and a request for as much on another
     a, b = 1 << 40, 1 << 41
     events = [
-        event("segment_alloc", a, 12 * MIB),
-        event("alloc", a, 12 * MIB),
+        *taken(a, 12 * MIB),
         *freed(a, 12 * MIB),
-        event("segment_alloc", b, 12 * MIB, stream=7),
-        event("alloc", b, 12 * MIB, stream=7),
+        *taken(b, 12 * MIB, stream=7),
     ]
 
     assert replayed(saved, events).is_exact
@@ -90,11 +92,9 @@ def test_a_block_that_another_stream_uses_is_free_when_that_is_done(saved: Saved
     # GIVEN a free that completes only after another request has needed a segment
     a, b = 1 << 40, 1 << 41
     events = [
-        event("segment_alloc", a, 12 * MIB),
-        event("alloc", a, 12 * MIB),
+        *taken(a, 12 * MIB),
         event("free_requested", a, 12 * MIB),
-        event("segment_alloc", b, 12 * MIB),
-        event("alloc", b, 12 * MIB),
+        *taken(b, 12 * MIB),
         event("free_completed", a, 12 * MIB),
         event("alloc", a, 12 * MIB),
     ]
@@ -110,16 +110,14 @@ def test_a_full_device_or_an_emptied_cache_returns_all_that_is_free(saved: Saved
     a, b, c = 1 << 40, 1 << 41, 1 << 42
     wanted = (30 if is_retry else 12) * MIB
     events = [
-        event("segment_alloc", a, 12 * MIB),
-        event("alloc", a, 12 * MIB),
+        *taken(a, 12 * MIB),
         event("segment_alloc", b, 2 * MIB),
         event("alloc", b, 1024),
         *freed(a, 12 * MIB),
         *freed(b, 1024),
         event("segment_free", a, 12 * MIB),
         event("segment_free", b, 2 * MIB),
-        event("segment_alloc", c, wanted),
-        event("alloc", c, wanted),
+        *taken(c, wanted),
     ]
 
     result = replayed(saved, events)
@@ -132,10 +130,8 @@ def test_running_out_of_memory_is_the_model_s_answer_too(saved: Saved) -> None:
     # GIVEN a device on which 12 MiB are used, 12 are cached, and 100 are not to be had
     a, b = 1 << 40, 1 << 41
     events = [
-        event("segment_alloc", a, 12 * MIB),
-        event("alloc", a, 12 * MIB),
-        event("segment_alloc", b, 12 * MIB),
-        event("alloc", b, 12 * MIB),
+        *taken(a, 12 * MIB),
+        *taken(b, 12 * MIB),
         *freed(a, 12 * MIB),
         event("segment_free", a, 12 * MIB),
         {"action": "oom", "device_free": 5 * MIB, "size": 100 * MIB, "stream": 0},
@@ -153,16 +149,13 @@ def test_private_pools_keep_to_themselves(saved: Saved) -> None:
     a, b, c = 1 << 40, 1 << 41, 1 << 42
     of_graph = {"pool_id": (0, 1)}
     events = [
-        event("segment_alloc", a, 12 * MIB, **of_graph),
-        event("alloc", a, 12 * MIB, **of_graph),
+        *taken(a, 12 * MIB, **of_graph),
         event("free_requested", a, 12 * MIB, **of_graph),
         event("free_completed", a, 12 * MIB, **of_graph),
-        event("segment_alloc", b, 14 * MIB),
-        event("alloc", b, 14 * MIB),
+        *taken(b, 14 * MIB),
         *freed(b, 14 * MIB),
         event("segment_free", b, 14 * MIB),
-        event("segment_alloc", c, 12 * MIB),
-        event("alloc", c, 12 * MIB),
+        *taken(c, 12 * MIB),
     ]
 
     assert replayed(saved, events).is_exact
@@ -171,11 +164,9 @@ def test_private_pools_keep_to_themselves(saved: Saved) -> None:
 def test_older_versions_name_private_pools_in_the_segments_only(saved: Saved) -> None:
     a, b = 1 << 40, 1 << 41
     events = [
-        event("segment_alloc", a, 12 * MIB),
-        event("alloc", a, 12 * MIB),
+        *taken(a, 12 * MIB),
         *freed(a, 12 * MIB),
-        event("segment_alloc", b, 12 * MIB),
-        event("alloc", b, 12 * MIB),
+        *taken(b, 12 * MIB),
     ]
     segments = (
         segment(a, 12 * MIB, (12 * MIB, "inactive"), segment_pool_id=(0, 1)),
@@ -275,7 +266,7 @@ def test_each_device_has_its_own_allocator(recorded: Any, saved: Saved) -> None:
     device = recorded()
     device.malloc(3 * MIB)
     content = device.content(device=1)
-    content["device_traces"][0] = [event("segment_alloc", 0, 12 * MIB), event("alloc", 0, 12 * MIB)]
+    content["device_traces"][0] = taken(0, 12 * MIB)
     snapshot = saved(content)
 
     assert [replay_snapshot(snapshot, number).reserved_peak_bytes for number in (0, 1)] == [12 * MIB, 20 * MIB]
