@@ -21,8 +21,8 @@ demo: $(READY) ## A script that runs out of memory, why, and a run that finishes
 	$(RUN) examples/demo/demo.py
 
 # Tests run real kills, forks and memory limits beside each other on whatever machine this is: one that fails is run
-# once more, and the summary counts it.
-TEST := $(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder --reruns 1
+# once more, and the summary counts it. Three share two processors: a third of the time is spent waiting for children.
+TEST := $(RUN) -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1
 
 test: check browser ## Everything a change must pass: lint, types, documentation, tests
 	$(TEST) --part xla
