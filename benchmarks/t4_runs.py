@@ -9,7 +9,6 @@ and the measured allocated_peak_bytes, reserved_peak_bytes, context_bytes and pa
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memfit
 from benchmarks import rows
@@ -29,7 +27,8 @@ DEFAULT_CSV = rows.DATA / "t4_runs.csv"
 ALLOCATED_LIMIT = 0.02
 TOTAL_LIMIT = 0.04
 
-PRECISIONS = {"amp": "amp-fp16", "fp32": None}
+# bfloat16 as the measuring script chose it; the page says how.
+PRECISIONS = {"amp": "amp-bf16", "fp32": None}
 
 # Where a published model differs from the defaults of its architecture's configuration; from the models' own
 # config.json.
@@ -65,14 +64,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5-large": ("t5", {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16}),
 }
 
-ATTENTION = """\
-## Attention
+PRECISION = """\
+## Precision
 
-Rows whose `flash_attention` is False are traced with `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`. This is a
-reading of the measurements, not something they state: by PyTorch's own rules a T4 would run the memory-efficient
-kernel, and the last column shows how far the allocated peak then is from the measured one. The math kernel keeps the
-matrices of attention weights, which grow with the square of the sequence: with it short and long sequences agree
-alike, with the other kernel the error grows with the length."""
+The rows say "amp" without a type, and `flash_attention` is False in all of them: the script that measured them
+(`tests/calibration/measure_cuda.py` of torch-preflight) writes that as a constant and switches nothing off. It takes
+bfloat16 where `torch.cuda.is_bf16_supported()` says yes, else float16, and that counts emulation: it is yes on a T4.
+PyTorch has no fused attention kernel for bfloat16 on a T4, so `scaled_dot_product_attention` runs the math kernel, and
+that keeps the matrices of attention weights in float32. So with `precision="amp-bf16"` PyTorch's own choice of kernel
+is what was measured. In float16 it would be the memory-efficient one, and BERT at 8 x 256 would need a quarter less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,10 @@ class Outcome:
     Args:
         row: as measured.
         estimate: as predicted.
-        default_attention: as predicted with the attention kernel that PyTorch would choose; None when not asked for.
     """
 
     row: rows.Row
     estimate: memfit.Estimate
-    default_attention: memfit.Estimate | None = None
 
     @property
     def label(self) -> str:
@@ -198,16 +196,12 @@ def image_model(name: str, *, checkpointing: bool) -> Callable[[], Any]:
     return build
 
 
-def predict(row: rows.Row, *, with_default_attention: bool = False) -> Outcome:
+def predict(row: rows.Row) -> Outcome:
     """A row beside its prediction."""
-    job = row_job(row)
-    device, batch_size = memfit.find_device(row["gpu"]), int(row["batch_size"])
-    by_math = not is_on(row["flash_attention"])
+    device = memfit.find_device(row["gpu"])
     with rows.quietly():
-        with sdpa_kernel(SDPBackend.MATH) if by_math else nullcontext():
-            estimate = memfit.estimate(job, device=device, batch_size=batch_size)
-        other = memfit.estimate(job, device=device, batch_size=batch_size) if with_default_attention else None
-    return Outcome(row, estimate, other)
+        estimate = memfit.estimate(row_job(row), device=device, batch_size=int(row["batch_size"]))
+    return Outcome(row, estimate)
 
 
 def bars(outcomes: list[Outcome]) -> list[Bar]:
@@ -222,7 +216,7 @@ def bars(outcomes: list[Outcome]) -> list[Bar]:
 
 def sections(outcomes: list[Outcome]) -> list[str]:
     """The page's body."""
-    headers = ("run", "allocated, MiB", "error", "reserved and context, MiB", "error", "allocated, default attention")
+    headers = ("run", "allocated, MiB", "error", "reserved and context, MiB", "error")
     cells = [
         (
             o.label,
@@ -230,9 +224,6 @@ def sections(outcomes: list[Outcome]) -> list[str]:
             percent(o.allocated_error),
             f"{o.estimate.peak_bytes / MIB:,.0f}",
             percent(o.total_error),
-            percent(o.default_attention.allocated_peak_bytes / int(o.row["allocated_peak_bytes"]) - 1)
-            if o.default_attention is not None
-            else "unknown",
         )
         for o in outcomes
     ]
@@ -241,7 +232,7 @@ def sections(outcomes: list[Outcome]) -> list[str]:
     strange = [o for o in outcomes if not o.is_same_model]
     notes = [f"{o.label}: measured {o.row['params']} parameters, built {o.estimate.num_parameters}" for o in strange]
     extra = ["Not the measured model, by its number of parameters:\n\n" + bullets(notes)] if notes else []
-    return ["## Rows", table(headers, cells), means, *extra, ATTENTION]
+    return ["## Rows", table(headers, cells), means, *extra, PRECISION]
 
 
 def main() -> None:
@@ -253,7 +244,7 @@ def main() -> None:
     outcomes, skipped = [], []
     for row in rows.read_rows(path):
         try:
-            outcomes.append(predict(row, with_default_attention=True))
+            outcomes.append(predict(row))
         except (memfit.MemfitError, ValueError) as error:
             skipped.append(f"{row['model']}, batch {row['batch_size']}: {str(error).splitlines()[0]}")
     left_out = [f"## Skipped\n\n{bullets(skipped)}"] if skipped else []
