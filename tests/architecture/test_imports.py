@@ -21,6 +21,7 @@ ROWS = (
     (
         "frameworks",
         "frameworks.torch.internals",
+        "frameworks.torch.stack",
         "frameworks.tensorflow.internals",
         "frameworks.jax.internals",
         "frameworks.xla",

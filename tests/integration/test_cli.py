@@ -19,6 +19,7 @@ GOLDEN = ROOT / "tests" / "golden" / "help"
 # Adding a flag is a deliberate edit of this list.
 JOB_FLAGS = [
     "--device -d",
+    "--stack",
     "--batch-size -b",
     "--precision -p",
     "--optimizer -o",
@@ -32,6 +33,7 @@ FLAGS = {
     "estimate": ["TARGET", *JOB_FLAGS, "--html"],
     "dryrun": [
         "--device -d",
+        "--stack",
         "--count",
         "--steps",
         "--scan",
@@ -46,6 +48,7 @@ FLAGS = {
     "plan": [
         "TARGET",
         "--device -d",
+        "--stack",
         "--batch-size -b --effective-batch",
         "--precision -p",
         "--optimizer -o",

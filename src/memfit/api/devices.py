@@ -6,24 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 from memfit.api.jobs import torch_adapter
-from memfit.catalogue import find_device
+from memfit.catalogue import find_device, on_stack
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput
 from memfit.core.units import format_size, parse_size
 
 
-def resolve(device: Any) -> Device:
-    """The device that the caller means."""
+def resolve(device: Any, stack: str | None = None) -> Device:
+    """The device that the caller means, on a stack of that name."""
     if isinstance(device, Device):
-        return device
+        return on_stack(device, stack)
     if type(device).__module__ == "torch":
         # A torch.device: "cuda" and "cpu" mean this machine's own.
         device = str(device)
     if device is not None and not isinstance(device, str):
         raise BadInput(f"device must be a name such as 'rtx-3090' or a size such as '24GiB', but {device!r} was given.")
     if device is None or device.strip().lower() in ("cuda", "cuda:0", "gpu"):
-        return own_gpu()
-    return find_device(device)
+        return on_stack(own_gpu(), stack)
+    return find_device(device, stack=stack)
 
 
 def own_gpu() -> Device:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from memfit.allocator import parse_options
 from memfit.api.devices import resolve
-from memfit.api.jobs import require_torch
+from memfit.api.jobs import on_installed_stack, require_torch
 from memfit.core import dryrun as dryrun_results
 from memfit.core import env
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, DryRunOptions, Request
 from memfit.core.errors import BadFile
 from memfit.core.progress import announce
+from memfit.frameworks.torch.stack import installed_stack
 from memfit.planner.moves import autocast_of
 from memfit.reports.dryrun import figures
 
@@ -75,6 +76,7 @@ def dryrun(
     parse_options(env.allocator_settings())
     if not until_fit:
         require_torch()
+    target = on_installed_stack(target, installed_stack() if backend in ("", "torch") else None, f"Keras on {backend}")
     kept = options.checkpoint_folder
     request = Request(
         name,

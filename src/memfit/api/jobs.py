@@ -12,6 +12,7 @@ from memfit.core.errors import BadInput, MissingDependency, how_to_install
 from memfit.core.job import Job
 from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions
+from memfit.core.stack import Stack
 from memfit.estimator.estimator import Estimator
 
 
@@ -106,9 +107,26 @@ def open_estimator(
 ) -> Estimator:
     """The job, checked and ready to be estimated, at its own batch size or the given one."""
     adapter = adapter_of(job)
+    target = on_installed_stack(device, adapter.stack(), adapter.title)
     with doing("opening the model"):
-        tracer = adapter.open_job(job, device, batch_size)
-    return Estimator(job, device, options or AllocatorOptions(), tracer, adapter.title)
+        tracer = adapter.open_job(job, target, batch_size)
+    return Estimator(job, target, options or AllocatorOptions(), tracer, adapter.title)
+
+
+def on_installed_stack(device: Device, installed: Stack | None, title: str) -> Device:
+    """The device with the stack that is installed, unless it has one of its own.
+
+    Args:
+        device: the target.
+        installed: of PyTorch; None where what runs on the device doesn't run on PyTorch.
+        title: of what runs on it.
+    """
+    if installed is None and device.stack is not None:
+        raise BadInput(
+            f"a stack names versions of PyTorch, but {device.stack.text} was given for {title}, which doesn't run on "
+            "it. Leave out the stack."
+        )
+    return device if device.stack is not None else replace(device, stack=installed)
 
 
 def _require(package: str, title: str) -> None:

@@ -106,6 +106,7 @@ def plan(
     with doing("planning"):
         job = adapter.planned_job(job, precision)
         estimator = open_estimator(job, target, batch_size=size)
+        target = estimator.device
         step = adapter.planning(estimator.tracer, target)
         plain = Settings(set_to_none=job.set_to_none, precision=job.precision if job.precision in AUTOCASTS else None)
         question = Question(

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from memfit.allocator import parse_options
 from memfit.api.devices import resolve, target_within
-from memfit.api.jobs import require_torch
+from memfit.api.jobs import on_installed_stack, require_torch
 from memfit.api.plan import NO_OPTIONS, PlanOptions
 from memfit.core import env
 from memfit.core.device import Device
 from memfit.core.dryrun import Request
 from memfit.core.errors import BadInput
 from memfit.core.plan import Plan
+from memfit.frameworks.torch.stack import installed_stack
 from memfit.planner.driver import Patience, Planner
 from memfit.planner.moves import AUTO, AUTOCAST, DEFAULT_ALLOW, KEEP, SHARD, allowed_moves
 
@@ -72,6 +73,7 @@ def plan_script(
     parse_options(env.allocator_settings())
     path = find_target(os.fspath(script), module=module)
     require_torch()
+    target = on_installed_stack(target, installed_stack(), "the script")
     request = Request(path, module, script_arguments, target, count, steps, unlimited=True, watch=True)
     space = ScriptSpace(request, allowed, patience, quiet_output=options.quiet_output)
     return Planner(space.question, space.search, started).run()

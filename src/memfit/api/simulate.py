@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memfit.allocator import memory_of
 from memfit.api.devices import resolve
-from memfit.api.jobs import torch_adapter
+from memfit.api.jobs import on_installed_stack, torch_adapter
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import Failure
 from memfit.core.errors import BadInput
@@ -83,7 +83,7 @@ def simulate(device: str | Device, *, count: int = 1) -> Iterator[SimulatedDevic
         )
     if count < 1:
         raise BadInput(f"count must be at least 1, but {count} was given.")
-    torch_adapter()
+    target = on_installed_stack(target, torch_adapter().stack(), "PyTorch")
     from memfit.frameworks.torch.script.session import Session
 
     memory, configure = memory_of(target)

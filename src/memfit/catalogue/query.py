@@ -13,8 +13,10 @@ from functools import cache
 
 from memfit.catalogue.host import host_memory_bytes
 from memfit.catalogue.rows import Row, assume_context_bytes, read_instances, read_rows
+from memfit.catalogue.stacks import on_stack
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import InvalidSize, UnknownDevice
+from memfit.core.stack import Stack
 from memfit.core.units import GIB, looks_like_size, parse_size
 
 _ADVICE = "Run `memfit devices` for the list, or give a size such as 24GiB."
@@ -42,16 +44,18 @@ def list_devices() -> tuple[Device, ...]:
     return tuple(row.device for row in read_rows())
 
 
-def find_device(text: str) -> Device:
+def find_device(text: str, *, stack: str | Stack | None = None) -> Device:
     """The device that `text` names, or a device of that size.
 
     Args:
         text: a name in any spelling ("rtx-3090", "NVIDIA A100-SXM4-40GB"), a size ("24GiB"), "cpu", or a type of AWS
             instance ("g5.xlarge"), which names one of its devices.
+        stack: the software that runs on it, "torch2.4-cu124"; what is installed by default.
 
     Raises:
         UnknownDevice: nothing is called that; the message names what comes nearest.
         InvalidSize: a size of zero, or beyond any device.
+        BadInput: there is no such stack; the message names what comes nearest.
 
     >>> find_device("NVIDIA GeForce RTX 3090").name, find_device("A100 80GB").name, find_device("a100").name
     ('rtx-3090', 'a100-80gb', 'a100-40gb')
@@ -64,13 +68,13 @@ def find_device(text: str) -> Device:
         raise UnknownDevice(f"no device has a name of {len(text)} characters ({text[:20]!r}...). {_ADVICE}")
     # Bare numbers are names ("3090"), never sizes: nobody means a device of 3090 bytes.
     if looks_like_size(text) and re.search("[a-z]", text, re.IGNORECASE):
-        return _generic(text)
+        return on_stack(_generic(text), stack)
     instance = _INSTANCE.fullmatch(text.strip().lower())
     words = _split(read_instances().get(instance[1], text) if instance else text)
     device = _find_words(words) or _find_words([word for word in words if not _FORM_FACTOR.fullmatch(word)])
     if device is None:
         raise UnknownDevice(_explain_unknown(text, words))
-    return _fill_host_memory(device)
+    return on_stack(_fill_host_memory(device), stack)
 
 
 def _split(text: str) -> list[str]:

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         result = _api.dryrun(
             script,
             given,
-            device=arguments.device,
+            device=targets.device_of(arguments),
             module=arguments.module is not None,
             count=arguments.count,
             steps=arguments.steps,

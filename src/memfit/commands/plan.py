@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(arguments.devices) > 1:
         return _plan_for_several(arguments)
     try:
-        plan = _planned(arguments, arguments.device)
+        plan = _planned(arguments, targets.device_of(arguments))
     except PlanNotFound as error:
         return _report_smallest(error, arguments)
     if arguments.save:
@@ -132,7 +132,7 @@ def _plan_for_several(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option):
             targets.check_one_device(arguments, f"--{option}")
     plans: list[tuple[Device, Plan | PlanNotFound]] = []
-    for device in [resolve(name) for name in arguments.devices]:
+    for device in [resolve(name, arguments.stack) for name in arguments.devices]:
         try:
             plans.append((device, _planned(arguments, device)))
         except PlanNotFound as error:

@@ -60,6 +60,9 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
 def add_device_argument(parser: argparse.ArgumentParser, text: str) -> None:
     """The option that names devices: `arguments.devices` are all, `arguments.device` is the first."""
     parser.add_argument("--device", "-d", action=_Devices, metavar="NAME", help=text)
+    parser.add_argument(
+        "--stack", metavar="NAME", help="versions to assume, such as torch2.4-cu124; default: installed"
+    )
     parser.set_defaults(devices=[])
 
 
@@ -134,9 +137,18 @@ def opened(target: str, arguments: argparse.Namespace) -> Iterator[tuple[Job, li
     """The job and the devices that the options name, and what is shown while they are worked on."""
     with output.progress(f"tracing {target}", quiet=arguments.json):
         # A name that is wrong is refused before a model is built; this machine's own device is looked for after that.
-        devices = [resolve(name) for name in arguments.devices]
+        devices = [resolve(name, arguments.stack) for name in arguments.devices]
         job = load_job(target, arguments)
-        yield job, devices or [resolve(None)]
+        yield job, devices or [resolve(None, arguments.stack)]
+
+
+def device_of(arguments: argparse.Namespace) -> str | Device | None:
+    """The device that the options name, with the stack on it; None where neither is named."""
+    if arguments.stack is None:
+        device: str | None = arguments.device
+        return device
+    budget = getattr(arguments, "budget", None)
+    return resolve(arguments.device or budget, arguments.stack)
 
 
 def load_job(target: str, arguments: argparse.Namespace) -> Job:

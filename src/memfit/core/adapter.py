@@ -15,6 +15,7 @@ from memfit.core.job import Job
 from memfit.core.plan import Plan
 from memfit.core.profile import Measurement, Profile
 from memfit.core.settings import Settings
+from memfit.core.stack import Stack
 from memfit.core.step_facts import StepFacts
 from memfit.core.trace import Tracer
 
@@ -210,6 +211,9 @@ class Adapter(Protocol):
 
     title: str
     """As people write it: "PyTorch"."""
+
+    def stack(self) -> Stack | None:
+        """The versions of PyTorch and its libraries that are installed; None where it doesn't run on PyTorch."""
 
     def open_job(self, job: Job, device: Device, batch_size: int | None = None) -> Tracer:
         """The job, checked and ready to be traced, at its own batch size or the given one."""

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from memfit.core.printing import printable
 from memfit.core.shown import Shown
+from memfit.core.stack import Stack
 from memfit.core.units import format_size
 
 
@@ -44,6 +45,7 @@ class Device(Shown):
         context_origin: how `context_bytes` is known.
         source: where the figures come from.
         date: when that source was read, ISO.
+        stack: versions of the software that runs on it; None means what is installed.
     """
 
     name: str
@@ -60,12 +62,20 @@ class Device(Shown):
     context_origin: Origin = Origin.ASSUMED
     source: str = ""
     date: str = ""
+    stack: Stack | None = None
 
     def summary(self) -> str:
         """Its names, and the memory a process can get."""
         usable = "memory unknown" if self.usable_bytes is None else f"{format_size(self.usable_bytes)} usable"
         origin = "" if self.usable_bytes is None else f" ({self.usable_origin.value})"
         return f"{self.name}: {self.title}, {usable}{origin}"
+
+    @property
+    def software(self) -> str:
+        """The versions of what runs on it; "" where they aren't known."""
+        if self.stack is None:
+            return ""
+        return self.stack.title if self.kind is Kind.CUDA else self.stack.host_title
 
     def __str__(self) -> str:
         details = [printable(self.summary())]
@@ -75,4 +85,6 @@ class Device(Shown):
             details.append(f"compute capability {self.capability[0]}.{self.capability[1]}")
         if self.bandwidth_bytes_per_second is not None:
             details.append(f"{format_size(round(self.bandwidth_bytes_per_second))}/s")
+        if self.stack is not None:
+            details.append(self.software)
         return ", ".join(details)

@@ -53,7 +53,7 @@ class Estimator:
 
     def __init__(self, job: Job, device: Device, options: AllocatorOptions, tracer: Tracer, framework: str) -> None:
         self._job = job
-        self._device = device
+        self.device = device
         self._options = options
         self.tracer: Any = tracer
         self._framework = framework
@@ -161,7 +161,7 @@ class Estimator:
         exact = self._traces.get(batch_size) if fitted is None else fitted
         if exact is not None:
             assigned_bytes = exact.assigned_bytes
-        device = self._device
+        device = self.device
         context_bytes = device.context_bytes or 0
         floor = timeline.without_optional()
         replays: _Replays = (lambda timeline, limit: replay(timeline, options or self._options, limit)), replay_plain

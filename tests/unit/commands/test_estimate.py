@@ -90,3 +90,20 @@ def test_a_wrong_name_among_devices_is_refused_before_the_work(script, capsys, m
     assert (code, written.out) == (2, "")
     assert "no device is called 'xyz'" in written.err
     assert run(capsys, f"{script}:job", "-d", "t4,a10g", "--html", "x.html")[0] == 2
+
+
+def test_the_stack_that_is_asked_for_is_named(script, capsys):
+    _, installed = run(capsys, f"{script}:job", "-d", "rtx-3090")
+    _, asked = run(capsys, f"{script}:job", "-d", "rtx-3090", "--stack", "torch2.4-cu124")
+    _, as_json = run(capsys, f"{script}:job", "-d", "rtx-3090", "--stack", "torch2.4-cu124", "--json")
+
+    assert re.search(r"software +PyTorch [\d.]+, CUDA [\d.]+( assumed)? +installed", installed.out)
+    assert re.search(r"software +PyTorch 2.4, CUDA 12.4 +as asked", asked.out)
+    assert memfit.Estimate.from_json(as_json.out).device.stack.text == "torch2.4-cu124"
+
+
+def test_a_stack_that_is_not_known_is_refused(script, capsys):
+    code, written = run(capsys, f"{script}:job", "-d", "rtx-3090", "--stack", "torch2.4-cu130")
+
+    assert code == 2
+    assert "the nearest: torch2.4-cu124" in written.err

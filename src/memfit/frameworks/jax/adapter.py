@@ -18,6 +18,11 @@ title = "JAX"
 is_step = jobs.is_step
 open_job = jobs.open_job
 
+
+def stack() -> None:
+    """None: it doesn't run on PyTorch."""
+
+
 _NARROW = "amp-bf16"
 _CALL_SECONDS = 2e-4
 _UNMARKED = (

@@ -12,14 +12,22 @@ from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import AUTOCASTS, OPTIMIZERS, Job
 from memfit.core.plan import Plan
 from memfit.core.settings import Keeps
+from memfit.core.stack import Stack
 from memfit.core.step_facts import StepFacts
 from memfit.frameworks.keras.trace.job import OpenModel
+from memfit.frameworks.torch.stack import installed_stack
 
 if TYPE_CHECKING:
     from memfit.frameworks.keras.guard.loop import KerasLoop
 
 name = "keras"
 title = "Keras"
+
+
+def stack() -> Stack | None:
+    """The versions of PyTorch and its libraries where Keras runs on PyTorch; None elsewhere."""
+    return installed_stack() if keras.backend.backend() == "torch" else None
+
 
 _OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.1),

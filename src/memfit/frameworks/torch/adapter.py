@@ -10,6 +10,7 @@ from memfit.core.errors import BadModel, BadOptimizer
 from memfit.core.job import AUTOCASTS, PRECISIONS, Job
 from memfit.core.plan import Plan
 from memfit.frameworks.torch.apply.loss_function import as_loss as as_loss
+from memfit.frameworks.torch.stack import installed_stack
 from memfit.frameworks.torch.trace.job import OpenJob
 from memfit.frameworks.torch.trace.job import own_gpu as own_gpu
 from memfit.frameworks.torch.trace.trace import check_parameters
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 name = "torch"
 title = "PyTorch"
+stack = installed_stack
 
 
 def open_job(job: Job, device: Device, batch_size: int | None = None) -> OpenJob:

@@ -207,7 +207,9 @@ def advice_lines(run: DryRun) -> list[str]:
         return []
     count = ["--count", str(run.num_devices)] if run.num_devices > 1 else []
     script = ["--script", *(["-m"] if run.module else []), run.script, *run.arguments]
-    words = ["memfit", "plan", "--device", run.estimate.device.name, *count, *script]
+    device = run.estimate.device
+    stack = [] if device.stack is None or device.stack.is_installed else ["--stack", device.stack.text]
+    words = ["memfit", "plan", "--device", device.name, *stack, *count, *script]
     many = "none of these is enough alone; " if run.advice else ""
     return [f"{many}this looks for the fastest combination that fits, and runs the script with it:", shlex.join(words)]
 

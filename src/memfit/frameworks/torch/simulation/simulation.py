@@ -34,6 +34,7 @@ from memfit.frameworks.torch.shapes.shapes import META
 from memfit.frameworks.torch.shapes.values import KnownValues
 from memfit.frameworks.torch.simulation.device_view import Look
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
+from memfit.frameworks.torch.stack import stack_of
 
 _MAX_NOTES = 50
 # A simulation replaces a few functions of PyTorch for the whole process, so only one may run.
@@ -102,6 +103,7 @@ class Simulation:
             values=self.values,
             copied_in=Category.BATCH if scripted else None,
         )
+        self.stack = stack_of(device)
         self._capability = capability = device.capability or (8, 0)
         self._on_cuda = on_cuda
         self._interceptors = (
