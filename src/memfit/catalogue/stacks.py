@@ -25,7 +25,7 @@ def on_stack(device: Device, stack: str | Stack | None) -> Device:
         others = [cuda for cuda in builds_of(wanted.torch) if _runs(cuda, device.capability)]
         known = f"; this one does: {replace(wanted, cuda=others[0]).text}" if others else "; use another release"
         raise BadInput(
-            f"{wanted.title} has no kernels for {device.title} (compute capability "
+            f"{wanted.described()[0]} has no kernels for {device.title} (compute capability "
             f"{'.'.join(map(str, device.capability))}){known}."
         )
     return replace(device, stack=wanted)

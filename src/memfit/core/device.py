@@ -70,13 +70,6 @@ class Device(Shown):
         origin = "" if self.usable_bytes is None else f" ({self.usable_origin.value})"
         return f"{self.name}: {self.title}, {usable}{origin}"
 
-    @property
-    def software(self) -> str:
-        """The versions of what runs on it; "" where they aren't known."""
-        if self.stack is None:
-            return ""
-        return self.stack.title if self.kind is Kind.CUDA else self.stack.host_title
-
     def __str__(self) -> str:
         details = [printable(self.summary())]
         if self.nominal_bytes is not None:
@@ -86,5 +79,5 @@ class Device(Shown):
         if self.bandwidth_bytes_per_second is not None:
             details.append(f"{format_size(round(self.bandwidth_bytes_per_second))}/s")
         if self.stack is not None:
-            details.append(self.software)
+            details.append(self.stack.described(on_cuda=self.kind is Kind.CUDA)[0])
         return ", ".join(details)

@@ -83,30 +83,18 @@ class Stack(Shown):
         cuda = "" if self.cuda is None else f"-cu{''.join(map(str, self.cuda[:2]))}"
         return f"torch{_dotted(self.torch)}{cuda}" + "".join(f"-{name}{version}" for name, version in self._others())
 
-    @property
-    def title(self) -> str:
-        """The versions in words, on a device with CUDA."""
-        assumed = "" if self.cuda is not None else " assumed"
-        return self._titled(f", CUDA {_dotted(self.device_cuda)}{assumed}")
-
-    @property
-    def host_title(self) -> str:
-        """The same on a device without CUDA."""
-        return self._titled("")
-
-    @property
-    def origin(self) -> str:
-        """Whether it is the installed one, in words."""
-        return "installed" if self.is_installed else "as asked"
+    def described(self, *, on_cuda: bool = True) -> tuple[str, str]:
+        """(the versions in words, whether they are the installed ones)."""
+        cuda = f", CUDA {_dotted(self.device_cuda)}" if on_cuda else ""
+        # Of what is installed, the libraries are in the JSON: a model may use none of them.
+        others = "" if self.is_installed else "".join(f", {name} {version}" for name, version in self._others())
+        origin = "installed" if self.is_installed else "as asked"
+        assumed = ", CUDA assumed" if on_cuda and self.cuda is None else ""
+        return f"PyTorch {_dotted(self.torch)}{cuda}{others}", origin + assumed
 
     def summary(self) -> str:
         """The versions, and whether they are the installed ones."""
-        return f"{self.title} ({self.origin})"
-
-    def _titled(self, cuda: str) -> str:
-        # Of what is installed, the libraries are in the JSON: a model may use none of them.
-        others = "" if self.is_installed else "".join(f", {name} {version}" for name, version in self._others())
-        return f"PyTorch {_dotted(self.torch)}{cuda}{others}"
+        return "{} ({})".format(*self.described())
 
     def _others(self) -> list[tuple[str, str]]:
         given = ((name, getattr(self, name)) for name in _PARTS if name not in ("torch", "cuda"))

@@ -165,7 +165,7 @@ def _comparison_column(estimate: Estimate) -> dict[str, str]:
     category = estimate.breakdown.by_category
     return {
         "device": figures.device_title(estimate.device),
-        figures.SOFTWARE: figures.software(estimate.device),
+        figures.SOFTWARE: ", ".join(filter(None, figures.software(estimate.device))),
         "mode": estimate.mode,
         "precision": figures.printable(estimate.precision),
         "batch size": UNKNOWN if estimate.batch_size is None else str(estimate.batch_size),

@@ -79,7 +79,7 @@ def test_without_cuda_a_simulated_device_runs_the_usual_build():
     here = Stack((2, 13, 0), None, is_installed=True)
 
     assert here.device_cuda == default_cuda((2, 13, 0)) == builds_of((2, 13))[0]
-    assert str(here) == "Stack PyTorch 2.13.0, CUDA 13.0 assumed (installed)"
+    assert str(here) == "Stack PyTorch 2.13.0, CUDA 13.0 (installed, CUDA assumed)"
     assert default_cuda((9, 9)) == default_cuda((2, 13))
 
 
@@ -91,8 +91,9 @@ def test_stacks_survive_json():
 
 
 def test_a_device_names_its_software():
-    stack = read_stack("torch2.4-cu124")
-    gpu, host = (Device("x", "X", kind, None, None, Origin.ASSUMED, stack=stack) for kind in Kind)
+    stack = read_stack("torch2.4-cu124-peft0.7")
 
-    assert (gpu.software, host.software) == ("PyTorch 2.4, CUDA 12.4", "PyTorch 2.4")
-    assert Device("x", "X", Kind.CUDA, None, None, Origin.ASSUMED).software == ""
+    assert stack.described() == ("PyTorch 2.4, CUDA 12.4, peft 0.7", "as asked")
+    assert stack.described(on_cuda=False) == ("PyTorch 2.4, peft 0.7", "as asked")
+    assert str(Device("x", "X", Kind.CUDA, None, None, Origin.ASSUMED, stack=stack)).endswith("CUDA 12.4, peft 0.7")
+    assert str(Device("x", "X", Kind.HOST, None, None, Origin.ASSUMED, stack=stack)).endswith("PyTorch 2.4, peft 0.7")

@@ -148,7 +148,6 @@ def figures(estimate: Estimate) -> list[Figure]:
     simulated, assumed = Origin.SIMULATED.value, Origin.ASSUMED.value
     usable_origin = "" if estimate.capacity_bytes is None else estimate.device.usable_origin.value
     context_text, context_origin = context(estimate), estimate.device.context_origin.value
-    stack = estimate.device.stack
     return [
         Figure("needed on the device", needed(estimate), simulated),
         Figure("usable on the device", format_size(estimate.capacity_bytes), usable_origin),
@@ -158,13 +157,13 @@ def figures(estimate: Estimate) -> list[Figure]:
         Figure("lower bound", format_size(estimate.lower_bytes), assumed),
         Figure("upper bound", format_size(estimate.upper_bytes), assumed),
         Figure("host memory", host_total(estimate), host_origin(estimate)),
-        *([] if stack is None else [Figure(SOFTWARE, printable(estimate.device.software), stack.origin)]),
+        *([] if estimate.device.stack is None else [Figure(SOFTWARE, *software(estimate.device))]),
     ]
 
 
-def software(device: Device) -> str:
-    """The versions of what runs on a device, and whether they are the installed ones."""
-    return UNKNOWN if device.stack is None else printable(f"{device.software} ({device.stack.origin})")
+def software(device: Device) -> tuple[str, str]:
+    """(the versions of what runs on a device, whether they are the installed ones)."""
+    return (UNKNOWN, "") if device.stack is None else device.stack.described(on_cuda=device.kind is Kind.CUDA)
 
 
 def host_origin(estimate: Estimate) -> str:

@@ -71,7 +71,7 @@ def details(plan: Plan) -> list[str]:
         lines.append(f"{format_size(plan.after.host_bytes)} of host memory for what is offloaded (simulated)")
     lines.append(numbers(plan))
     if plan.device.stack is not None:
-        lines.append(f"{figures.SOFTWARE}: {figures.software(plan.device)}")
+        lines.append("software: {} ({})".format(*figures.software(plan.device)))
     return lines
 
 
