@@ -22,7 +22,10 @@ demo: $(READY) ## A script that runs out of memory, why, and a run that finishes
 
 # Tests run real kills, forks and memory limits beside each other on whatever machine this is: one that fails is run
 # once more, and the summary counts it. Three share two processors: a third of the time is spent waiting for children.
-TEST := $(RUN) -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1
+WORKERS ?= 3
+SUITE := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --reruns 1
+TEST := $(SUITE) -m "not slow"
+SOAK := $(SUITE) --hypothesis-profile=soak
 
 test: check browser ## Everything a change must pass: lint, types, documentation, tests
 	$(TEST) --part xla
@@ -44,7 +47,8 @@ bench: $(READY) ## Run every benchmark script
 	$(RUN) -m benchmarks.run_all
 
 soak: $(READY) browser ## All tests, slow ones too, with many more generated examples
-	$(RUN) -m pytest --hypothesis-profile=soak
+	$(SOAK) --part xla
+	$(SOAK) --part others
 
 docs: $(READY) ## Build the documentation site into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
