@@ -14,7 +14,6 @@ import datetime
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.zoo import CASES, Case
+from memfit.frameworks.torch.verify.measure import allocations, find_peak, storage_bytes
 
 RESULTS = Path(__file__).parents[1] / "tests" / "accuracy" / "cpu_measured.json"
 NUM_THREADS = 2
@@ -41,11 +41,6 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-def storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the distinct storages behind the tensors."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def run_steps(model: nn.Module, case: Case, batch: Any, optimizer: torch.optim.Optimizer) -> None:
     """The training loop that is measured, with a mark where each phase begins."""
     loss = None
@@ -57,31 +52,6 @@ def run_steps(model: nn.Module, case: Case, batch: Any, optimizer: torch.optim.O
             loss.backward()
         with record_function(f"{MARK}optimizer:{step}"):
             optimizer.step()
-
-
-def allocations(prof: profile) -> list[tuple[int, int, tuple[str, ...]]]:
-    """(time, change in bytes, names of the ops around it, outermost first) of each allocation and free, in order."""
-
-    def walk(events: list[Any], path: tuple[str, ...]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-        for event in events:
-            if event.name == "[memory]":
-                yield event.start_time_ns, event.typed[1].alloc_size, path
-            yield from walk(event.children, (*path, event.name))
-
-    assert prof.profiler is not None and prof.profiler.kineto_results is not None
-    tree = prof.profiler.kineto_results.experimental_event_tree()
-    return sorted(walk(tree, ()), key=lambda row: row[0])
-
-
-def find_peak(rows: list[tuple[int, int, tuple[str, ...]]]) -> tuple[int, tuple[str, ...]]:
-    """The greatest running sum, and the ops around the allocation that first reached it."""
-    total = peak = 0
-    where: tuple[str, ...] = ()
-    for _, change, path in rows:
-        total += change
-        if total > peak:
-            peak, where = total, path
-    return peak, where
 
 
 def measure(name: str, optimizer_name: str) -> dict[str, Any]:

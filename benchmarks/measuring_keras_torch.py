@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.keras_models import Case
-from benchmarks.measure_cpu import allocations, find_peak
+from memfit.frameworks.torch.verify.measure import allocations, find_peak
 
 HOW = "greatest sum of live bytes of PyTorch's CPU allocator in two training steps, by its profiler"
 

@@ -25,11 +25,12 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 import memfit
-from benchmarks.measure_cpu import MARK, NUM_STEPS, allocations, find_peak, storage_bytes
+from benchmarks.measure_cpu import MARK, NUM_STEPS
 from benchmarks.plan_cases import Made, Training, apart, make
 from benchmarks.reporting import Bar, percent, publish, table
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.units import format_size
+from memfit.frameworks.torch.verify.measure import allocations, find_peak, storage_bytes
 from memfit.planner.moves import label
 
 LIMIT = 0.03

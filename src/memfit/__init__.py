@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from memfit.api.run import run
     from memfit.api.search import ensemble, search
     from memfit.api.stream import ArrayFile, Stream, StreamOptions, open_array, stream
+    from memfit.api.verify import calibrate, verify
+    from memfit.core.verification import Verification
 
 __version__ = "0.1.0"
 
@@ -66,8 +68,10 @@ __all__ = [
     "StreamOptions",
     "SupervisedRun",
     "Timeline",
+    "Verification",
     "__version__",
     "bench_data",
+    "calibrate",
     "compare",
     "convert_data",
     "dryrun",
@@ -90,6 +94,7 @@ __all__ = [
     "search",
     "simulate",
     "stream",
+    "verify",
 ]
 
 _LATE = {
@@ -101,6 +106,8 @@ _LATE = {
         "memfit.api.rescue": ("rescue",),
         "memfit.api.run": ("run",),
         "memfit.api.search": ("ensemble", "search"),
+        "memfit.api.verify": ("calibrate", "verify"),
+        "memfit.core.verification": ("Verification",),
         "memfit.api.stream": ("ArrayFile", "Stream", "StreamOptions", "open_array", "stream"),
     }.items()
     for name in names

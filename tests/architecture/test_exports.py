@@ -34,8 +34,10 @@ PUBLIC = [
     "StreamOptions",
     "SupervisedRun",
     "Timeline",
+    "Verification",
     "__version__",
     "bench_data",
+    "calibrate",
     "compare",
     "convert_data",
     "dryrun",
@@ -58,6 +60,7 @@ PUBLIC = [
     "search",
     "simulate",
     "stream",
+    "verify",
 ]
 
 

@@ -54,7 +54,7 @@ ROWS = (
     ("frameworks.torch.simulation", "frameworks.jax.guard", "frameworks.keras.apply"),
     ("frameworks.torch.apply",),
     ("frameworks.torch.trace",),
-    ("frameworks.torch.script", "frameworks.torch.guard", "frameworks.keras.trace"),
+    ("frameworks.torch.script", "frameworks.torch.guard", "frameworks.torch.verify", "frameworks.keras.trace"),
     ("frameworks.keras.script", "frameworks.keras.guard"),
     ("frameworks.torch.adapter", "frameworks.keras.adapter", "frameworks.jax.adapter"),
     ("estimator", "processes"),

@@ -9,6 +9,7 @@ import memfit
 from memfit.commands import build_parser
 
 NAMES = {
+    "calibrate": "calibrate",
     "compare": "compare",
     "data bench": "bench_data",
     "data convert": "convert_data",
@@ -20,6 +21,7 @@ NAMES = {
     "plan": "plan",
     "plan --script": "plan_script",
     "run": "run",
+    "verify": "verify",
 }
 """Each command, and the function of `memfit` that does the same."""
 

@@ -117,6 +117,8 @@ FLAGS = {
         "--json",
     ],
     "devices": ["NAME", "--json"],
+    "verify": ["--device -d", "--seconds", "--json", "--rehearse"],
+    "calibrate": ["--device -d", "--seconds", "--json", "--output -O"],
     "completion": ["SHELL"],
 }
 

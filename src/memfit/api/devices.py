@@ -1,19 +1,44 @@
 """The device that the caller means, and the budget on it."""
 
 import importlib.util
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from memfit.api.jobs import torch_adapter
 from memfit.catalogue import find_device, on_stack
+from memfit.core import env
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput
 from memfit.core.units import format_size, parse_size
+from memfit.core.verification import read_calibration
+
+_CALIBRATION = ".json"
 
 
 def resolve(device: Any, stack: str | None = None) -> Device:
-    """The device that the caller means, on a stack of that name."""
+    """The device that the caller means, on a stack of that name, as `memfit.calibrate` measured it where it has."""
+    if isinstance(device, str | os.PathLike) and os.fspath(device).endswith(_CALIBRATION):
+        # The file brings the stack of the machine on which it was made.
+        calibration = read_calibration(device)
+        known = find_device(calibration.device.name)
+        known = replace(known, stack=calibration.device.stack) if stack is None else on_stack(known, stack)
+        return calibration.calibrated(known)
+    known = _resolve(device, stack)
+    path = calibration_path(known)
+    if isinstance(device, Device) or not path.exists():
+        return known
+    return read_calibration(path).calibrated(known)
+
+
+def calibration_path(device: Device) -> Path:
+    """Where this machine's calibration of a device is kept."""
+    return Path(env.cache_folder()) / "calibrations" / f"{device.name}{_CALIBRATION}"
+
+
+def _resolve(device: Any, stack: str | None) -> Device:
     if isinstance(device, Device):
         return on_stack(device, stack)
     if type(device).__module__ == "torch":

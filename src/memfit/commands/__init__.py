@@ -40,7 +40,19 @@ class Command(Protocol):
 
 
 def _commands() -> dict[str, Command]:
-    from memfit.commands import compare, completion, data, devices, dryrun, estimate, max_batch, plan, run
+    from memfit.commands import (
+        calibrate,
+        compare,
+        completion,
+        data,
+        devices,
+        dryrun,
+        estimate,
+        max_batch,
+        plan,
+        run,
+        verify,
+    )
 
     return {
         "estimate": estimate,
@@ -50,6 +62,8 @@ def _commands() -> dict[str, Command]:
         "max-batch": max_batch,
         "compare": compare,
         "data": data,
+        "verify": verify,
+        "calibrate": calibrate,
         "devices": devices,
         "completion": completion,
     }

@@ -57,12 +57,18 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
     parser.add_argument("--json", action="store_true", help="write JSON to standard output")
 
 
-def add_device_argument(parser: argparse.ArgumentParser, text: str) -> None:
-    """The option that names devices: `arguments.devices` are all, `arguments.device` is the first."""
+def add_device_argument(parser: argparse.ArgumentParser, text: str, *, in_hand: bool = False) -> None:
+    """The option that names devices: `arguments.devices` are all, `arguments.device` is the first.
+
+    Args:
+        parser: of the command.
+        text: what a device may be.
+        in_hand: whether what is installed runs on it, and nothing else can.
+    """
     parser.add_argument("--device", "-d", action=_Devices, metavar="NAME", help=text)
-    parser.add_argument(
-        "--stack", metavar="NAME", help="versions to assume, such as torch2.4-cu124; default: installed"
-    )
+    if not in_hand:
+        stack = "versions to assume, such as torch2.4-cu124; default: installed"
+        parser.add_argument("--stack", metavar="NAME", help=stack)
     parser.set_defaults(devices=[])
 
 

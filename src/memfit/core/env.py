@@ -43,6 +43,11 @@ def visible_cuda_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def quiet_profiler() -> None:
+    """PyTorch's profiler no longer tells on standard error that it begins and ends, unless somebody wants it to."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
 def keras_backend() -> str:
     """The backend that Keras is told to use; "" where nobody says."""
     return os.environ.get("KERAS_BACKEND", "")

@@ -118,6 +118,13 @@ def empty_host_cache() -> None:
         empty()
 
 
+def clear_cublas_workspaces() -> None:
+    """Gives back what cuBLAS keeps for its products; nothing where this build can't."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
 # DistributedDataParallel and process groups.
 
 

@@ -278,13 +278,13 @@ def rates() -> tuple[float, float]:
     with torch.inference_mode():
         left, right = torch.ones(_MATRIX, _MATRIX), torch.ones(_MATRIX, _MATRIX)
         product = torch.empty(_MATRIX, _MATRIX)
-        multiply = _fastest(lambda: torch.mm(left, right, out=product), _RATE_SECONDS)
+        multiply = fastest(lambda: torch.mm(left, right, out=product), _RATE_SECONDS)
         source, target = torch.ones(_COPY_BYTES, dtype=torch.uint8), torch.ones(_COPY_BYTES, dtype=torch.uint8)
-        copy = _fastest(lambda: target.copy_(source), _RATE_SECONDS)
+        copy = fastest(lambda: target.copy_(source), _RATE_SECONDS)
     return 2 * _MATRIX**3 / multiply, 2 * _COPY_BYTES / copy
 
 
-def _fastest(work: Callable[[], Any], seconds: float, most: float = math.inf) -> float:
+def fastest(work: Callable[[], Any], seconds: float, most: float = math.inf) -> float:
     """Of runs for so many seconds, one to warm up and two at least, the one that nothing else disturbed."""
     work()
     times: list[float] = []
@@ -338,7 +338,7 @@ def _time_update(
                 torch.cuda.synchronize(device)
 
         # The first one makes the state.
-        return _fastest(update, _UPDATE_SECONDS, _MAX_UPDATES)
+        return fastest(update, _UPDATE_SECONDS, _MAX_UPDATES)
 
 
 def _with_kernels(
