@@ -20,7 +20,7 @@ from memfit.core.printing import printable_traceback
 from memfit.core.replay import AllocatorOptions
 from memfit.core.user_code import run_program
 from memfit.estimator.estimator import Estimator
-from memfit.frameworks.torch.script.imports import watch_imports
+from memfit.frameworks.torch.shapes.imports import watch_imports
 
 if TYPE_CHECKING:
     from memfit.frameworks.keras.script.dryrun import FirstBatch

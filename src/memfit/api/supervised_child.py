@@ -27,7 +27,7 @@ from memfit.core.printing import printable
 from memfit.core.progress import announce
 from memfit.core.run_events import RunRequest, keep_traceback, note
 from memfit.core.user_code import interrupted_import, is_users
-from memfit.frameworks.torch.script import imports
+from memfit.frameworks.torch.shapes import imports
 from memfit.processes import child, limits
 from memfit.processes import process_tree as processes
 from memfit.processes.limits import has_devices

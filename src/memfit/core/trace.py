@@ -32,6 +32,7 @@ class Trace:
         parameter_bytes: memory of all parameters.
         batch_bytes: memory of the batch.
         host_bytes: host memory for what waits there, as the settings say.
+        managed_bytes: memory of paged optimizer states, which CUDA keeps where there is room.
         gives_weight: whether the loss function returned (loss, weight).
         serving: who hands out a GPU's memory.
         assigned_bytes: all that a compiler laid out for the step ahead of time, arguments and results included; the
@@ -48,6 +49,7 @@ class Trace:
     parameter_bytes: int
     batch_bytes: int
     host_bytes: int = 0
+    managed_bytes: int = 0
     gives_weight: bool = False
     serving: Serving = Serving.CACHING
     assigned_bytes: int | None = None

@@ -9,7 +9,7 @@ from typing import Any
 from memfit.allocator import replay, replay_best_fit, replay_plain
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadBatch, BadInput, StepFailed
-from memfit.core.estimate import Estimate, HostMemory, Note, at_most_notes
+from memfit.core.estimate import PAGED_STATE, Estimate, HostMemory, Note, at_most_notes
 from memfit.core.job import Job
 from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
@@ -255,6 +255,8 @@ def _host_memory(job: Job, trace: Trace, device: Device, scale: float, framework
     if device.kind is Kind.CUDA:
         parts["model while it is built, before it moves to the device"] = trace.parameter_bytes
     parts["batch being fed"] = batch_bytes
+    if trace.managed_bytes:
+        parts[PAGED_STATE] = trace.managed_bytes
     ahead = job.num_workers * job.prefetch_factor
     if job.num_workers:
         parts[f"{job.num_workers} loader workers (assumed 250 MiB each)"] = job.num_workers * _WORKER_BYTES

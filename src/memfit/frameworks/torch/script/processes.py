@@ -27,7 +27,7 @@ from memfit.allocator.shared import SharedDevice
 from memfit.core import env
 from memfit.core.user_code import INSTALLED_FOLDERS
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.script import imports
+from memfit.frameworks.torch.shapes import imports
 from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS
 from memfit.frameworks.torch.shapes.patching import Replacement, around
 

@@ -31,7 +31,6 @@ from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.kernels.assumed_values import MADE_UP
 from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 from memfit.frameworks.torch.script.checkpoints import Checkpoints
-from memfit.frameworks.torch.script.imports import on_import
 from memfit.frameworks.torch.script.launchers import Program
 from memfit.frameworks.torch.script.loaders import Arrivals, Loaders
 from memfit.frameworks.torch.script.processes import (
@@ -45,6 +44,7 @@ from memfit.frameworks.torch.script.session import Session, leave
 from memfit.frameworks.torch.script.shared_tensors import sharing
 from memfit.frameworks.torch.script.steps import EndOfRun
 from memfit.frameworks.torch.shapes import failures
+from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.simulation import distributed
 

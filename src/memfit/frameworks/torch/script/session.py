@@ -20,7 +20,7 @@ import torch
 from memfit.allocator.live import LiveAllocator
 from memfit.core.device import Device
 from memfit.core.dryrun import Failure, Seen
-from memfit.core.estimate import DRY_RUN, Estimate, HostMemory, Note, at_most_notes
+from memfit.core.estimate import DRY_RUN, PAGED_STATE, Estimate, HostMemory, Note, at_most_notes
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch import internals
@@ -30,15 +30,15 @@ from memfit.frameworks.torch.cuda.libraries import cuda_replacements
 from memfit.frameworks.torch.cuda.memory import out_of_memory_message
 from memfit.frameworks.torch.cuda.random import SimulatedGenerator
 from memfit.frameworks.torch.script.checkpoints import Checkpoints
-from memfit.frameworks.torch.script.imports import on_import
 from memfit.frameworks.torch.script.launchers import ACCELERATE, Launchers
 from memfit.frameworks.torch.script.steps import StepCounter
 from memfit.frameworks.torch.shapes import interception, unsimulated
+from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
 from memfit.frameworks.torch.shapes.shapes import tensors
-from memfit.frameworks.torch.shapes.stand_in import LargeWeights, dense_parts, tensors_in
+from memfit.frameworks.torch.shapes.stand_in import LargeWeights, parts_of, tensors_in
 from memfit.frameworks.torch.simulation.distributed import distributed_replacements
 from memfit.frameworks.torch.simulation.live_recorder import LiveRecorder
 from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
@@ -236,6 +236,8 @@ class Session:
             unit = 1 if sys.platform == "darwin" else 1024
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
             host["the script's own process, without loader workers (measured)"] = most
+        if self.simulation.quantized.managed_bytes:
+            host[PAGED_STATE] = self.simulation.quantized.managed_bytes
         notes = list(self.simulation.notes.found.values())
         if self.recorder.dropped_workspace:
             text = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
@@ -371,7 +373,7 @@ class Session:
             if internals.is_functorch_tensor(tensor):
                 # One of `torch.func`, which has no memory of its own.
                 return
-            for part in dense_parts(getattr(tensor, "_local_tensor", tensor)):
+            for part in parts_of(tensor):
                 if part.is_meta:
                     self.recorder.classify(part, category, module)
 

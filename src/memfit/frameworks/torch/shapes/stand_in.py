@@ -7,6 +7,7 @@ they were.
 
 import copy
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,20 +25,26 @@ from memfit.frameworks.torch.shapes.failures import explained
 from memfit.frameworks.torch.shapes.origin import calling_frames
 from memfit.frameworks.torch.shapes.shapes import META, shape_like
 
+# The library of quantised weights that come as parameters of their own class.
+_QUANTIZED = "bitsandbytes"
+
 
 class ShapeCopies:
     """Makes one shape-only tensor for each real one, keeping ties; floating-point ones of `dtype` where given."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._by_address: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The shape-only copy of `tensor`."""
         known = self._copies.get(id(tensor))
         if known is not None:
-            return known[1]
+            return known[1]  # type: ignore[no-any-return]
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if type(tensor).__module__.startswith(_QUANTIZED):
+            return self._quantized(tensor, dtype)
         made = _shape_only(tensor.detach(), dtype)
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -45,6 +52,42 @@ class ShapeCopies:
             made.requires_grad_(tensor.requires_grad)
         self._copies[id(tensor)] = (tensor, made)
         return made
+
+    def replace(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        """Gives `copy` out as the copy of `tensor`."""
+        self._copies[id(tensor)] = (tensor, copy)
+
+    def of_state(self, value: Any) -> Any:
+        """`value`, or the copy of a quantisation's state, which modules, weights and other states share."""
+        if isinstance(value, torch.Tensor):
+            # A weight and what its state calls the same numbers.
+            return self._by_address.setdefault((value.data_ptr(), value.shape), self.of(value))
+        if not hasattr(value, "__dict__") or not type(value).__module__.startswith(_QUANTIZED):
+            return value
+        if id(value) not in self._copies:
+            made = copy.copy(value)
+            self._copies[id(value)] = (value, made)
+            vars(made).update({name: self.of_state(held) for name, held in vars(value).items()})
+        return self._copies[id(value)][1]
+
+    def _quantized(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A weight of bitsandbytes with its state; quantised as it is on its way to a GPU, where it isn't yet."""
+        data = _shape_only(weight.detach().as_subclass(torch.Tensor), dtype)
+        made: Any = torch.Tensor._make_subclass(type(weight), data, weight.requires_grad)
+        self._copies[id(weight)] = (weight, made)
+        if not data.is_floating_point():
+            self._by_address[weight.data_ptr(), weight.shape] = data
+        # The module that holds it is no part of it.
+        held = {name: value for name, value in vars(weight).items() if name != "module"}
+        vars(made).update({name: self.of_state(value) for name, value in held.items()}, module=None)
+        is_waiting = data.is_floating_point() and not vars(weight).get("has_fp16_weights")
+        if is_waiting and not vars(weight).get("bnb_quantized"):
+            tables = sys.modules["bitsandbytes.functional"].name2qmap
+            kept = dict(tables)
+            made._quantize(META)
+            tables.clear()
+            tables.update(kept)
+        return made  # type: ignore[no-any-return]
 
     def known(self, tensor: Any) -> torch.Tensor | None:
         """The copy of `tensor` if one was made."""
@@ -108,6 +151,20 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.sparse_coo:
         return sparse.parts(tensor)
     return [tensor] if tensor.layout is torch.strided else []
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the memory of a parameter: its own, and those of a quantisation's state."""
+    parts = dense_parts(getattr(tensor, "_local_tensor", tensor))
+    if type(tensor).__module__.startswith(_QUANTIZED):
+        states = [vars(tensor)]
+        for state in states:
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    parts.append(value)
+                elif type(value).__module__.startswith(_QUANTIZED) and not isinstance(value, torch.nn.Module):
+                    states.append(vars(value))
+    return parts
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -180,6 +237,8 @@ def _swap(module: torch.nn.Module, copies: ShapeCopies) -> None:
         if isinstance(value, list | tuple) and any(copies.known(part) is not None for part in value):
             known = [(copies.known(part), part) for part in value]
             module.__dict__[name] = type(value)(part if copy is None else copy for copy, part in known)
+        elif type(value).__module__.startswith(_QUANTIZED) and not isinstance(value, torch.Tensor):
+            module.__dict__[name] = copies.of_state(value)
         elif isinstance(value, torch.Tensor):
             twin = copies.known(value)
             module.__dict__[name] = twin if twin is not None else value.detach().clone()

@@ -47,7 +47,7 @@ _MIXED_DEVICES_ALLOWED = {
     copy_ _to_copy index index_put index_put_ _index_put_impl_ set_ lift_fresh _pack_padded_sequence _ctc_loss
     _use_cudnn_ctc_loss _ctc_loss_backward
     """.split()  # noqa: SIM905
-}
+} | {f"bitsandbytes::optimizer_update_{name}" for name in ("32bit", "8bit_blockwise")}
 
 
 class SimulatedOperators(internals.TorchDispatchMode):
@@ -88,6 +88,8 @@ class SimulatedOperators(internals.TorchDispatchMode):
         """Called with each tensor that an operator is about to change in place."""
         self.on_run: Callable[[Operator, Arguments, Options, Any], None] | None = None
         """Called with each operator that did work on the device: its arguments and its output."""
+        self.compositions: dict[str, Callable[..., Any]] = {}
+        """By name, operators of libraries as other operators: takes the operator and its arguments; see `quantized`."""
         self.around: AbstractContextManager[Any] = nullcontext()
         """Entered for each operator."""
         self.readings = Readings(lambda: origin.current()[1], report)
@@ -157,6 +159,12 @@ class SimulatedOperators(internals.TorchDispatchMode):
             if self.on_run is not None:
                 self.on_run(func, args, kwargs, args[0])
             return args[0]
+        composition = self.compositions.get(func._schema.name)
+        if composition is not None:
+            with self:
+                out = composition(func, *args, **kwargs)
+            if out is not NotImplemented:
+                return out
         self._taken_apart = False
         if kind is Behaviour.IN_PLACE and self.on_write is not None:
             self.on_write(args[0])

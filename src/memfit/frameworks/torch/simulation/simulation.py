@@ -24,6 +24,7 @@ from memfit.frameworks.torch.kernels import attention, fallbacks
 from memfit.frameworks.torch.kernels.autocast import Autocast
 from memfit.frameworks.torch.kernels.cuda_kernels import CudaInternals
 from memfit.frameworks.torch.kernels.host_kernels import host_internals
+from memfit.frameworks.torch.kernels.quantized import Quantized
 from memfit.frameworks.torch.kernels.recurrent import host_lstm_rule
 from memfit.frameworks.torch.shapes.device_labels import Places
 from memfit.frameworks.torch.shapes.interception import intercepting, switched_on
@@ -104,6 +105,8 @@ class Simulation:
             copied_in=Category.BATCH if scripted else None,
         )
         self.stack = stack_of(device)
+        self.quantized = Quantized(device, self.places, self.notes.report, self.is_on)
+        self.operators.compositions = self.quantized.compositions(on_cuda=on_cuda)
         self._capability = capability = device.capability or (8, 0)
         self._on_cuda = on_cuda
         self._interceptors = (
@@ -118,6 +121,7 @@ class Simulation:
         with (
             replaced([*self._about_autocast(), *self._around_callbacks(), *self._about_devices(), *answers]),
             self._numbers_read_anywhere(),
+            self.quantized.running(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),
             self.in_thread(),
@@ -156,6 +160,7 @@ class Simulation:
         """
         plain_clear = torch.clear_autocast_cache
         plain_capability = torch.cuda.get_device_capability
+        plain_synchronize = torch.cuda.synchronize
 
         def clear() -> None:
             self.autocast.clear_cache()
@@ -164,10 +169,15 @@ class Simulation:
         def capability(device: Any = None) -> tuple[int, int]:
             return self._capability if self.is_on() else plain_capability(device)
 
+        def synchronize(device: Any = None) -> None:
+            if not self.is_on():
+                plain_synchronize(device)
+
         return [
             Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
             Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
             *([Replacement(torch.cuda, "get_device_capability", capability)] if self._on_cuda else []),
+            *([Replacement(torch.cuda, "synchronize", synchronize)] if self._on_cuda else []),
             Replacement(torch, "clear_autocast_cache", clear),
             Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
         ]

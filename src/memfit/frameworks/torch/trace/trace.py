@@ -23,7 +23,7 @@ from memfit.frameworks.torch.shapes.failures import explained
 from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
-from memfit.frameworks.torch.shapes.stand_in import ShapeCopies, dense_parts, map_tensors, swapped, tensors_in
+from memfit.frameworks.torch.shapes.stand_in import ShapeCopies, dense_parts, map_tensors, parts_of, swapped, tensors_in
 from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST, WEIGHTS
 from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
 
@@ -99,6 +99,7 @@ class _Tracer:
             parameter_bytes,
             batch_bytes,
             0 if self.fitted is None else self.fitted.host_bytes,
+            self.simulation.quantized.managed_bytes,
             self.gives_weight,
         )
 
@@ -136,7 +137,7 @@ class _Tracer:
 
     def _add(self, tensor: torch.Tensor, name: str, category: Category) -> None:
         module = name.rpartition(".")[0]
-        for part in _held(tensor):
+        for part in parts_of(tensor):
             if self.recorder.known(part) and self.recorder.category(part) is None:
                 # Made when the step was fitted.
                 self.recorder.classify(part, category, module)
@@ -227,7 +228,7 @@ class _Tracer:
 
     def _classify(self, tensor: torch.Tensor, category: Category, parameter: torch.Tensor) -> None:
         module = self.module_of.get(id(parameter), "")
-        for part in _held(tensor):
+        for part in parts_of(tensor):
             self.recorder.classify(part, category, module)
 
     def _update(self, optimizer: Any, batch: Any, number: int) -> None:
@@ -284,11 +285,6 @@ class _Tracer:
         del value
         after = len(self.recorder.events)
         return [(0, start), (start, end), (end, after), (start, end)]
-
-
-def _held(tensor: Any) -> list[torch.Tensor]:
-    """The tensors that hold the memory of `tensor` on this device: of a sharded one, its shard."""
-    return dense_parts(getattr(tensor, "_local_tensor", tensor))
 
 
 @contextmanager

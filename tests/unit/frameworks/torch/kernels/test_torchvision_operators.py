@@ -53,7 +53,7 @@ def test_torchvision_can_be_imported_beside_any_build_of_torch():
 WATCHED = """
 import sys
 from memfit.frameworks.torch.kernels import torchvision_operators as operators
-from memfit.frameworks.torch.script.imports import on_import
+from memfit.frameworks.torch.shapes.imports import on_import
 
 with on_import({"torchvision": operators.define_missing_operators}, {}):
     import torchvision

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from memfit.frameworks.torch.script.imports import on_import, watch_imports
+from memfit.frameworks.torch.shapes.imports import on_import, watch_imports
 
 
 @pytest.fixture
