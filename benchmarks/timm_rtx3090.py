@@ -4,11 +4,10 @@
 
 Columns: model, image_size, layout (nchw or nhwc), fits_batch, fails_batch. A row says that training ran at one batch
 and ran out of memory at the next; it is right when both ends are predicted. Rows without one of the ends are not used.
-Conditions: PyTorch 1.12 with CUDA 11.3, float16 autocast without a scaler, SGD with Nesterov momentum in a loop over
-the parameters (foreach was not the default then), gradients zeroed in place, attention not fused, cross-entropy.
+Conditions: PyTorch 1.12 with CUDA 11.3, float16 autocast without a scaler, SGD with Nesterov momentum, gradients
+zeroed in place, attention not fused, cross-entropy.
 
-All usual rows together settle one constant anew, the memory left for PyTorch's allocator on that machine; other rows,
-or a sample, are scored with the constant written down here (`SETTLED`).
+The verdicts are memfit's own for that stack (`find_device("rtx-3090", stack="torch1.12-cu113")`): nothing is fitted.
 """
 
 import argparse
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -33,45 +31,29 @@ from memfit.allocator import replay
 from memfit.core.units import GIB, MIB
 
 DEFAULT_CSVS = tuple(rows.DATA / f"timm_train_rtx3090_{layout}.csv" for layout in ("nchw", "nhwc"))
-DEVICE = "rtx-3090"
+STACK = "torch1.12-cu113"
 NUM_PAIRS = 15
 ROW_LIMIT = 0.97
 
-# Bytes left for PyTorch's allocator, as a grid in GiB.
-GRID = tuple(20.5 + 0.05 * step for step in range(51))
-
 # Parts of a card outside PyTorch's allocator (total - free - reserved) in public out-of-memory messages of RTX 3090s
-# from the time of PyTorch 1.12, in GiB: kernels were loaded eagerly until CUDA 11.7.
+# from the time of PyTorch 1.12, in GiB, to show how much hangs on the context.
 PUBLISHED_CONTEXTS = (1.21, 1.61, 1.65, 1.92)
-
-QUANTITIES = {
-    "allocated": "allocated peak, without the workspaces that cuDNN can do without",
-    "needed": "smallest capacity in which the allocator's replay succeeds, without those workspaces",
-    "tensors": "bytes of live tensors alone, unrounded",
-}
-CANDIDATES = ("allocated", "needed", "tensors")
-
-# (quantity, bytes) settled by a run over all usual rows: docs/results/timm_rtx3090.md.
-SETTLED = ("allocated", 21.7 * GIB)
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of a row, as predicted, in bytes by `QUANTITIES`.
+    """One end of a row, as predicted.
 
     Args:
         batch_size: samples per step.
-        allocated: see `QUANTITIES`.
-        needed: see `QUANTITIES`.
-        tensors: see `QUANTITIES`.
-        fits_today: what memfit answers for an RTX 3090 with a PyTorch of today, whose context is smaller.
+        fits: memfit's verdict.
+        needed: bytes of the smallest capacity in which the allocator's replay succeeds, without the workspaces that
+            cuDNN can do without, and without the context.
     """
 
     batch_size: int
-    allocated: int
+    fits: bool
     needed: int
-    tensors: int
-    fits_today: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +64,14 @@ class Outcome:
     fits: End
     fails: End
 
-    def ends_right(self, quantity: str, capacity_bytes: float) -> int:
-        """How many of the two ends a threshold gets right."""
-        return int(getattr(self.fits, quantity) <= capacity_bytes) + int(getattr(self.fails, quantity) > capacity_bytes)
+    @property
+    def ends_right(self) -> int:
+        """How many of the two verdicts are right."""
+        return int(self.fits.fits) + int(not self.fails.fits)
+
+    def ends_right_within(self, capacity_bytes: float) -> int:
+        """How many would be right if that were what is left for the allocator."""
+        return int(self.fits.needed <= capacity_bytes) + int(self.fails.needed > capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +130,8 @@ def row_job(row: rows.Row) -> memfit.Job:
         model=build,
         loss=rows.classify,
         batch=rows.images(size, channels_last=channels_last),
-        optimizer=lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, nesterov=True, foreach=False),
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, nesterov=True),
         precision="amp-fp16",
-        set_to_none=False,
     )
 
 
@@ -159,23 +145,26 @@ def smallest_capacity(timeline: memfit.Timeline, allocated_bytes: int, reserved_
 
 
 def measure_end(estimate: memfit.Estimate) -> End:
-    """What is compared with the capacity."""
+    """The verdict, and what the step needs."""
     lean = estimate.timeline.without_optional()
     played = replay(lean)
     return End(
         batch_size=estimate.batch_size or 0,
-        allocated=played.allocated_peak_bytes,
+        fits=bool(estimate.fits),
         needed=smallest_capacity(lean, played.allocated_peak_bytes, played.reserved_peak_bytes),
-        tensors=lean.peak()[1],
-        fits_today=bool(estimate.fits),
     )
+
+
+def device() -> memfit.Device:
+    """The card with the software of its time."""
+    return memfit.find_device("rtx-3090", stack=STACK)
 
 
 def predict(row: rows.Row) -> Outcome | Skipped:
     """A row beside its prediction, or why there is none."""
     with rows.quietly(), unfused_attention():
         try:
-            estimate = memfit.estimate(row_job(row), device=DEVICE, batch_size=int(row["fits_batch"]))
+            estimate = memfit.estimate(row_job(row), device=device(), batch_size=int(row["fits_batch"]))
             larger = estimate.at_batch(int(row["fails_batch"]))
         except (memfit.MemfitError, RuntimeError) as error:
             return Skipped(row, str(error).splitlines()[0])
@@ -207,31 +196,11 @@ def sample(population: Sequence[rows.Row], count: int | None) -> list[rows.Row]:
     return [population[index * len(population) // count] for index in range(count)]
 
 
-def score(outcomes: Iterable[Outcome], quantity: str, capacity_bytes: float) -> Score:
-    """How a threshold on a quantity does."""
-    right = [outcome.ends_right(quantity, capacity_bytes) for outcome in outcomes]
-    num = len(right)
-    return Score(sum(n == 2 for n in right) / num, sum(right) / 2 / num, num) if num else Score(0, 0, 0)
-
-
-def score_today(outcomes: Sequence[Outcome]) -> Score:
-    """How memfit's own verdict for a PyTorch of today does."""
-    right = [o.fits.fits_today + (not o.fails.fits_today) for o in outcomes]
+def score(ends_right: Iterable[int]) -> Score:
+    """Shares of rows and ends that are right, from how many ends of each row are."""
+    right = list(ends_right)
     num = max(1, len(right))
     return Score(sum(n == 2 for n in right) / num, sum(right) / 2 / num, len(right))
-
-
-def fit_capacity(outcomes: Sequence[Outcome], quantity: str) -> float:
-    """The capacity of `GRID` that gets most rows, then most ends right; the middle one of equals."""
-    marks = [(score(outcomes, quantity, gib * GIB), gib) for gib in GRID]
-    best = max((mark.rows, mark.ends) for mark, _ in marks)
-    return median([gib for mark, gib in marks if (mark.rows, mark.ends) == best]) * GIB
-
-
-def halves(outcomes: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
-    """(even, odd) by the position of the model, so that both layouts of a model are in the same half."""
-    position = {name: index for index, name in enumerate(dict.fromkeys(o.row["model"] for o in outcomes))}
-    return tuple([o for o in outcomes if position[o.row["model"]] % 2 == side] for side in (0, 1))  # type: ignore[return-value]
 
 
 def gib(size_bytes: float) -> str:
@@ -244,87 +213,57 @@ def describe(row: rows.Row) -> str:
     return f"{row['model']} {row['image_size']} {row['layout']}"
 
 
-def contradictions(outcomes: Sequence[Outcome], quantity: str) -> list[str]:
+def contradictions(outcomes: Sequence[Outcome]) -> list[str]:
     """Pairs of the same image size and batch: the one that needs less failed, the one that needs more ran."""
     pairs = []
     for failed in outcomes:
         for ran in outcomes:
             same = failed.row["image_size"] == ran.row["image_size"] and failed.fails.batch_size == ran.fits.batch_size
-            low, high = getattr(failed.fails, quantity), getattr(ran.fits, quantity)
+            low, high = failed.fails.needed, ran.fits.needed
             if same and low < high:
                 text = f"at {ran.fits.batch_size}: {describe(failed.row)} failed with {gib(low)}"
                 pairs.append((high - low, f"{text}, {describe(ran.row)} ran with {gib(high)} GiB"))
     return [text for _, text in sorted(pairs, reverse=True)]
 
 
-def split_layouts(outcomes: Sequence[Outcome], quantity: str) -> list[str]:
+def split_layouts(outcomes: Sequence[Outcome]) -> list[str]:
     """Models that ran at a batch in one layout and failed at it in the other."""
     return [
         f"{ran.row['model']} at {ran.fits.batch_size}: "
-        f"ran in {ran.row['layout']} ({gib(getattr(ran.fits, quantity))} GiB), "
-        f"failed in {failed.row['layout']} ({gib(getattr(failed.fails, quantity))} GiB)"
+        f"ran in {ran.row['layout']} ({gib(ran.fits.needed)} GiB), "
+        f"failed in {failed.row['layout']} ({gib(failed.fails.needed)} GiB)"
         for ran in outcomes
         for failed in outcomes
         if ran.row["model"] == failed.row["model"] and ran.fits.batch_size == failed.fails.batch_size
     ]
 
 
-def score_table(outcomes: Sequence[Outcome], quantity: str, capacity: float, *, settled: bool) -> str:
-    """All scores side by side."""
-    even, odd = halves(outcomes)
-    usable_bytes = memfit.find_device(DEVICE).usable_bytes or 0
-    published = usable_bytes - median(PUBLISHED_CONTEXTS) * GIB
-    bare = fit_capacity(outcomes, "tensors")
-    cells: list[tuple[str, str, Score]] = [("all rows", gib(capacity), score(outcomes, quantity, capacity))]
+def score_table(outcomes: Sequence[Outcome]) -> str:
+    """The verdicts' scores, and what they would be with other contexts."""
+    target = device()
+    usable_bytes, context_bytes = target.usable_bytes or 0, target.context_bytes or 0
+    today_bytes = memfit.find_device("rtx-3090").context_bytes or 0
+    cells = [("**memfit's verdicts, all rows**", gib(context_bytes), score(o.ends_right for o in outcomes))]
     for layout in dict.fromkeys(o.row["layout"] for o in outcomes):
-        part = [o for o in outcomes if o.row["layout"] == layout]
-        cells.append((layout, gib(capacity), score(part, quantity, capacity)))
-    if not settled:
-        for name, part, other in (("even", even, odd), ("odd", odd, even)):
-            from_other = fit_capacity(other, quantity)
-            cells.append((f"{name} models, constant of the others", gib(from_other), score(part, quantity, from_other)))
-    cells += [
-        ("nothing fitted: median of the published contexts", gib(published), score(outcomes, quantity, published)),
-        ("nothing fitted: memfit for a PyTorch of today", gib(usable_bytes), score_today(outcomes)),
-        ("bare threshold on tensor bytes, tuned on all rows", gib(bare), score(outcomes, "tensors", bare)),
-    ]
+        part = score(o.ends_right for o in outcomes if o.row["layout"] == layout)
+        cells.append((f"memfit's verdicts, {layout}", gib(context_bytes), part))
+    others = [("today's context", today_bytes), *(("a published context", gib * GIB) for gib in PUBLISHED_CONTEXTS)]
+    for name, size in others:
+        marks = score(outcome.ends_right_within(usable_bytes - size) for outcome in outcomes)
+        cells.append((f"for comparison: {name}", gib(size), marks))
     lines = [(name, size, f"{s.rows:.1%}", f"{s.ends:.1%}", s.num_rows) for name, size, s in cells]
-    return table(("scored", "capacity, GiB", "rows right", "ends right", "rows"), lines)
-
-
-def held_out(outcomes: Sequence[Outcome], quantity: str) -> Score:
-    """How a quantity does when each half is scored with the constant of the other."""
-    even, odd = halves(outcomes)
-    marks = [
-        score(even, quantity, fit_capacity(odd, quantity)),
-        score(odd, quantity, fit_capacity(even, quantity)),
-    ]
-    num = max(1, sum(mark.num_rows for mark in marks))
-    rows_right = sum(mark.rows * mark.num_rows for mark in marks) / num
-    return Score(rows_right, sum(mark.ends * mark.num_rows for mark in marks) / num, num)
-
-
-def choose(outcomes: Sequence[Outcome]) -> tuple[str, float, str]:
-    """(quantity, capacity, table of candidates), of the candidate that does best on rows its constant never saw."""
-    marks = {quantity: held_out(outcomes, quantity) for quantity in CANDIDATES}
-    best = max(CANDIDATES, key=lambda quantity: (marks[quantity].rows, marks[quantity].ends))
-    fitted = {quantity: fit_capacity(outcomes, quantity) for quantity in CANDIDATES}
-    cells = [
-        (QUANTITIES[q], gib(fitted[q]), str(score(outcomes, q, fitted[q])), str(marks[q]), "yes" if q == best else "")
-        for q in CANDIDATES
-    ]
-    return best, fitted[best], table(("quantity", "capacity, GiB", "fitted", "held out", "chosen"), cells)
+    return table(("scored", "context, GiB", "rows right", "ends right", "rows"), lines)
 
 
 CAPACITY = """\
 ## Capacity
 
-PyTorch 1.12 with CUDA 11.3 loads every kernel when the context is made, so that the context is far larger than today's
-and what is left for the allocator on that machine is not known. Public out-of-memory messages of RTX 3090s of that
-time leave {contexts} GiB outside the allocator, of 23.69. The capacity is therefore one constant,
-fitted to these rows; the scores called held out are of each half of the models with the constant of the other half,
-and decide which quantity is compared with the capacity. Variants of one architecture (such as tf_efficientnet_b0, _ap
-and _ns) can fall into both halves, so that these are not as independent as their sizes suggest."""
+The card gives {usable} GiB to a process. PyTorch 1.12 with CUDA 11.3 loads every kernel of a library when it is first
+used, so that the context is {context} GiB rather than {today}: the images of the kernels for compute capability 8.6 in
+PyTorch's libraries, cuBLAS and cuDNN, read in wheels (`memfit/catalogue/stacks.py`,
+[Software stacks](../concepts/stacks.md)). Public out-of-memory messages of RTX 3090s of that time leave {contexts} GiB
+outside the allocator, other processes included; the table shows what the score would be with them. No figure is fitted
+to these rows. Up to November 2026 one was: 21.70 GiB for the allocator, for a score of 93.9% (92.5% held out)."""
 
 EVIDENCE = """\
 ## Rows that no threshold can satisfy
@@ -337,30 +276,28 @@ Models that are missed the same way in both layouts, which chance explains less 
 capacity, a mechanism is missing here that we have not found:"""
 
 
-def misses_table(misses: Sequence[Outcome], quantity: str, capacity: float) -> str:
+def misses_table(misses: Sequence[Outcome]) -> str:
     """Both ends of each row that is not right."""
-    cells = []
-    for outcome in misses:
-        ran, failed = getattr(outcome.fits, quantity), getattr(outcome.fails, quantity)
-        cells.append(
-            (
-                describe(outcome.row),
-                f"{outcome.fits.batch_size}: {gib(ran)} {'right' if ran <= capacity else '**wrong**'}",
-                f"{outcome.fails.batch_size}: {gib(failed)} {'right' if failed > capacity else '**wrong**'}",
-            )
+    cells = [
+        (
+            describe(outcome.row),
+            f"{outcome.fits.batch_size}: {gib(outcome.fits.needed)} {'right' if outcome.fits.fits else '**wrong**'}",
+            f"{outcome.fails.batch_size}: {gib(outcome.fails.needed)} {'**wrong**' if outcome.fails.fits else 'right'}",
         )
+        for outcome in misses
+    ]
     return table(("row", "ran at, GiB", "failed at, GiB"), cells)
 
 
-def missed_alike(misses: Sequence[Outcome], quantity: str, capacity: float) -> list[str]:
+def missed_alike(misses: Sequence[Outcome]) -> list[str]:
     """Models that are missed at the same end in every layout, if there are several."""
     ends: dict[tuple[str, str], list[int]] = {}
     for outcome in misses:
-        name, ran, failed = outcome.row["model"], getattr(outcome.fits, quantity), getattr(outcome.fails, quantity)
-        if ran > capacity:
-            ends.setdefault((f"{name} at {outcome.fits.batch_size}", "ran"), []).append(ran)
-        if failed <= capacity:
-            ends.setdefault((f"{name} at {outcome.fails.batch_size}", "failed"), []).append(failed)
+        name = outcome.row["model"]
+        if not outcome.fits.fits:
+            ends.setdefault((f"{name} at {outcome.fits.batch_size}", "ran"), []).append(outcome.fits.needed)
+        if outcome.fails.fits:
+            ends.setdefault((f"{name} at {outcome.fails.batch_size}", "failed"), []).append(outcome.fails.needed)
     return [
         f"{name}: {verb} with {' and '.join(map(gib, sizes))} GiB"
         for (name, verb), sizes in ends.items()
@@ -368,12 +305,12 @@ def missed_alike(misses: Sequence[Outcome], quantity: str, capacity: float) -> l
     ]
 
 
-def evidence(outcomes: Sequence[Outcome], misses: Sequence[Outcome], quantity: str, capacity: float) -> list[str]:
+def evidence(outcomes: Sequence[Outcome], misses: Sequence[Outcome]) -> list[str]:
     """Rows that contradict each other, and rows that agree in being missed."""
-    pairs, layouts = contradictions(outcomes, quantity), split_layouts(outcomes, quantity)
+    pairs, layouts = contradictions(outcomes), split_layouts(outcomes)
     shown = pairs[:NUM_PAIRS]
     parts = [EVIDENCE.format(num=len(shown), total=len(pairs)), bullets(shown)] if pairs else []
-    alike = missed_alike(misses, quantity, capacity)
+    alike = missed_alike(misses)
     if layouts:
         parts += ["Models that ran in one layout and failed in the other at the same batch:", bullets(layouts)]
     if alike:
@@ -381,37 +318,21 @@ def evidence(outcomes: Sequence[Outcome], misses: Sequence[Outcome], quantity: s
     return parts
 
 
-def score_bars(scored: str, mark: Score) -> list[Bar]:
-    """The claims about some rows."""
-    return [
-        Bar(
-            f"models of which the batch that trained and the one that failed are both predicted, {scored}",
-            f"{mark.rows:.1%}",
-            f"at least {ROW_LIMIT:.0%}",
-            mark.rows >= ROW_LIMIT,
-        )
-    ]
-
-
-def sections(outcomes: Sequence[Outcome], skipped: Sequence[Skipped], *, settle: bool) -> tuple[list[Bar], list[str]]:
-    """(bars, the page's body); the constant is settled anew or taken from `SETTLED`."""
-    body = []
-    if settle:
-        quantity, capacity, candidates = choose(outcomes)
-        body = [CAPACITY.format(contexts=", ".join(map(str, PUBLISHED_CONTEXTS))), candidates]
-    else:
-        quantity, capacity = SETTLED
-    bars = score_bars("constant fitted to them" if settle else "all", score(outcomes, quantity, capacity))
-    if settle:
-        bars += score_bars("held out", held_out(outcomes, quantity))
-    misses = [o for o in outcomes if o.ends_right(quantity, capacity) < 2]
+def sections(outcomes: Sequence[Outcome], skipped: Sequence[Skipped]) -> tuple[list[Bar], list[str]]:
+    """(bars, the page's body)."""
+    mark = score(outcome.ends_right for outcome in outcomes)
+    claim = "models of which the batch that trained and the one that failed are both predicted, nothing fitted"
+    bars = [Bar(claim, f"{mark.rows:.1%}", f"at least {ROW_LIMIT:.0%}", mark.rows >= ROW_LIMIT)]
+    misses = [outcome for outcome in outcomes if outcome.ends_right < 2]
+    target, today = device(), memfit.find_device("rtx-3090")
+    sizes = {"usable": target.usable_bytes, "context": target.context_bytes, "today": today.context_bytes}
+    described = {name: gib(size or 0) for name, size in sizes.items()}
     body = [
-        f"## Scores\n\nCompared with the capacity: {QUANTITIES[quantity]}.",
-        score_table(outcomes, quantity, capacity, settled=not settle),
-        *body,
+        f"## Scores\n\n{score_table(outcomes)}",
+        CAPACITY.format(contexts=", ".join(map(str, PUBLISHED_CONTEXTS)), **described),
         f"## Misses\n\n{len(misses)} of {len(outcomes)} rows, at the batch that ran and at the batch that failed:",
-        misses_table(misses, quantity, capacity),
-        *evidence(outcomes, misses, quantity, capacity),
+        misses_table(misses),
+        *evidence(outcomes, misses),
     ]
     if skipped:
         reasons = bullets(f"{describe(s.row)}: {s.reason}" for s in skipped)
@@ -431,7 +352,7 @@ def main() -> None:
     outcomes = [r for r in results if isinstance(r, Outcome)]
     skipped = [r for r in results if isinstance(r, Skipped)]
     is_whole = options.sample is None and tuple(options.csv) == DEFAULT_CSVS
-    bars, body = sections(outcomes, skipped, settle=is_whole)
+    bars, body = sections(outcomes, skipped)
     publish("timm_rtx3090", "Which batch of a timm model trains on an RTX 3090", bars, body, save=is_whole)
 
 

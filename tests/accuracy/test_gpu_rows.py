@@ -66,5 +66,4 @@ def test_the_batch_that_ran_fits_and_the_one_that_failed_does_not(model, layout)
     outcome = timm_rtx3090.predict(row)
 
     assert isinstance(outcome, timm_rtx3090.Outcome)
-    quantity, capacity_bytes = timm_rtx3090.SETTLED
-    assert outcome.ends_right(quantity, capacity_bytes) == 2
+    assert outcome.ends_right == 2

@@ -108,6 +108,8 @@ def open_estimator(
     """The job, checked and ready to be estimated, at its own batch size or the given one."""
     adapter = adapter_of(job)
     target = on_installed_stack(device, adapter.stack(), adapter.title)
+    if job.set_to_none is None:
+        job = replace(job, set_to_none=target.stack is None or target.stack.frees_gradients)
     with doing("opening the model"):
         tracer = adapter.open_job(job, target, batch_size)
     return Estimator(job, target, options or AllocatorOptions(), tracer, adapter.title)

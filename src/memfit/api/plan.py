@@ -108,7 +108,8 @@ def plan(
         estimator = open_estimator(job, target, batch_size=size)
         target = estimator.device
         step = adapter.planning(estimator.tracer, target)
-        plain = Settings(set_to_none=job.set_to_none, precision=job.precision if job.precision in AUTOCASTS else None)
+        frees = estimator.job.set_to_none is not False
+        plain = Settings(set_to_none=frees, precision=job.precision if job.precision in AUTOCASTS else None)
         question = Question(
             estimator,
             target,

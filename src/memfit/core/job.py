@@ -51,7 +51,8 @@ class Job(Shown):
         precision: "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", or None to leave the model as it is.
         mode: "training" or "inference".
         name: what to call it in reports; the model's class by default.
-        set_to_none: gradients are freed before each step, as `optimizer.zero_grad()` does by default.
+        set_to_none: gradients are freed before each step; None: as `optimizer.zero_grad()` does in the PyTorch that
+            the step runs on.
         num_workers: processes that load data.
         prefetch_factor: batches each of them holds ready.
         pin_memory: whether batches pass through pinned memory.
@@ -64,7 +65,7 @@ class Job(Shown):
     precision: str | None = None
     mode: str = "training"
     name: str = ""
-    set_to_none: bool = True
+    set_to_none: bool | None = None
     num_workers: int = 0
     prefetch_factor: int = 2
     pin_memory: bool = False

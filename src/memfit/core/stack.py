@@ -78,6 +78,11 @@ class Stack(Shown):
         return self.cuda or default_cuda(self.torch)
 
     @property
+    def frees_gradients(self) -> bool:
+        """Whether `optimizer.zero_grad()` frees gradients where nobody says otherwise (torch/optim/optimizer.py)."""
+        return self.torch >= (2, 0)
+
+    @property
     def text(self) -> str:
         """The stack as `read_stack` reads it."""
         cuda = "" if self.cuda is None else f"-cu{''.join(map(str, self.cuda[:2]))}"

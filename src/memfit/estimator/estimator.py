@@ -52,7 +52,7 @@ class Estimator:
     """
 
     def __init__(self, job: Job, device: Device, options: AllocatorOptions, tracer: Tracer, framework: str) -> None:
-        self._job = job
+        self.job = job
         self.device = device
         self._options = options
         self.tracer: Any = tracer
@@ -177,15 +177,15 @@ class Estimator:
         return Estimate(
             subject=self.tracer.name,
             device=device,
-            mode=self._job.mode,
-            precision=self._job.precision or "as given",
+            mode=self.job.mode,
+            precision=self.job.precision or "as given",
             batch_size=batch_size,
             timeline=timeline,
             replay=answer,
             context_bytes=context_bytes,
             lower_bytes=min(timeline.certain().peak()[1], reserved, least) + context_bytes,
             upper_bytes=max(reserved, unbounded.reserved_peak_bytes, most) + context_bytes,
-            host=_host_memory(self._job, trace, device, scale, self._framework),
+            host=_host_memory(self.job, trace, device, scale, self._framework),
             notes=(*trace.notes, *self.tracer.notes, *notes, *at_most_notes(timeline)),
             num_parameters=trace.num_parameters,
             state_bytes={str(category): size for category, size in (trace.state_bytes or state_of(timeline)).items()},

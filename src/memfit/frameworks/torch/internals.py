@@ -49,6 +49,8 @@ _PATHS = {
     "exclude_dispatch_keys": "torch._C._ExcludeDispatchKeyGuard",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "file_writer": "torch._C.PyTorchFileWriter",
+    "foreach_devices": "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
+    "foreach_devices_of_optimizers": "torch.optim.optimizer._get_foreach_kernels_supported_devices",
     "function_mode_stack": "torch.overrides._get_current_function_mode_stack",
     "group_tensors": "torch._C._group_tensors_by_device_and_dtype",
     "has_compatible_type": "torch._has_compatible_shallow_copy_type",
@@ -314,6 +316,14 @@ def forget_sharding(module: torch.nn.Module) -> None:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Learning-rate schedulers warn when no step came before theirs."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def adam_on_lists() -> list[tuple[Any, str]]:
+    """The functions that update lists of tensors for Adam and AdamW, each by its module and name."""
+    names = (("torch.optim.adam", "_multi_tensor_adam"), ("torch.optim.adamw", "_multi_tensor_adamw"))
+    modules = [(NAMES.find(module), name) for module, name in names]
+    # Since 2.7 that of AdamW is Adam's.
+    return [(module, name) for module, name in modules if hasattr(module, name)]
 
 
 def found_infinite(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:

@@ -92,6 +92,15 @@ def cuda_attention(capability: tuple[int, int], autocast: Autocast, report: Repo
     return attend
 
 
+def _math_attention(autocast: Autocast) -> Interceptor:
+    """The same where no kernel does all of it at once."""
+
+    def attend(op: Operator, *args: Any, **kwargs: Any) -> Any:
+        return Call(*args, **kwargs).cast(autocast).run_math(autocast.suspended_call)
+
+    return attend
+
+
 def _comparison(call: Call, capability: tuple[int, int]) -> str:
     """Says that another device, or another precision on this one, would keep no matrix of scores."""
     dtype = call.query.dtype
@@ -238,11 +247,15 @@ def host_attention(autocast: Autocast) -> Interceptor:
     return attend
 
 
-def cuda_interceptors(capability: tuple[int, int], autocast: Autocast, report: Report) -> dict[str, Interceptor]:
+def cuda_interceptors(
+    capability: tuple[int, int], autocast: Autocast, report: Report, *, fuses_attention: bool = True
+) -> dict[str, Interceptor]:
     """What a CUDA device decides above autograd."""
     return {
         **autocast.interceptors(),
-        "scaled_dot_product_attention": cuda_attention(capability, autocast, report),
+        "scaled_dot_product_attention": (
+            cuda_attention(capability, autocast, report) if fuses_attention else _math_attention(autocast)
+        ),
         **recurrent_interceptors(autocast),
         "dropout": _native_dropout,
         "rms_norm": fused_rms_norm(autocast),

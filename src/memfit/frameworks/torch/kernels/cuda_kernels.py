@@ -15,13 +15,13 @@ import torch
 from memfit.core.device import Device
 from memfit.core.estimate import LACKS_PRECISION
 from memfit.core.timeline import Category, Phase
-from memfit.core.units import KIB, MIB
 from memfit.frameworks.torch.kernels import recurrent
 from memfit.frameworks.torch.kernels.fallbacks import Report, Rule
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import HALVES, Arguments, Operator, Options, is_mask, size_bytes
+from memfit.frameworks.torch.stack import cublas_workspace_bytes, cublaslt_workspace, stack_of
 
-_GEMMS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_addmm_activation", "linear")
+_GEMMS = ("mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_addmm_activation", "linear")
 # Compute capabilities from which on there is arithmetic in these (CUDA C++ Programming Guide).
 _BFLOAT16, _FLOAT8 = (8, 0), (8, 9)
 # Up to so many indices, the gradient of an embedding is summed without sorting them.
@@ -33,15 +33,20 @@ class CudaInternals:
 
     def __init__(self, device: Device, recorder: Recorder, report: Report) -> None:
         self._capability = device.capability or (8, 0)
+        stack = stack_of(device)
+        self._workspace_bytes = cublas_workspace_bytes(stack, self._capability)
+        self._lt_workspace_bytes, self._keeps_lt_workspace = cublaslt_workspace(stack)
         self._recorder = recorder
         self._report = report
         self._has_bfloat16 = self._capability >= _BFLOAT16
         self._threads_with_workspace: set[bool] = set()
+        self._threads_with_lt_workspace: set[bool] = set()
 
     def table(self) -> dict[str, Any]:
         """Bytes taken inside, by operator name."""
         return {
             **{f"aten::{name}": self._gemm for name in _GEMMS},
+            "aten::addmm": self._addmm,
             "aten::convolution": lambda args, out: self._convolution(args[:2], args[0], args[1], out, args[8]),
             # One workspace, the same for both passes.
             "aten::convolution_backward": lambda args, out: self._convolution(
@@ -90,10 +95,24 @@ class CudaInternals:
         backward = self._recorder.phase is Phase.BACKWARD
         if backward not in self._threads_with_workspace:
             self._threads_with_workspace.add(backward)
-            self._recorder.add_permanent(
-                cublas_workspace_bytes(self._capability), "cuBLAS workspace", Category.WORKSPACE
-            )
+            if self._workspace_bytes:
+                self._recorder.add_permanent(self._workspace_bytes, "cuBLAS workspace", Category.WORKSPACE)
         return []
+
+    def _addmm(self, args: Arguments, out: Any) -> list[int]:
+        """Those of a product; where a bias is added to each row cuBLASLt does it, with a workspace (Blas.cpp)."""
+        sizes = self._gemm(args, out)
+        bias, rows, columns = args[:3]
+        fused = bias.dim() == 1 and bias.shape[0] == columns.shape[1] and bias.is_contiguous()
+        if not fused or not self._lt_workspace_bytes or min(*rows.shape, *columns.shape) <= 1:
+            return sizes
+        if not self._keeps_lt_workspace:
+            return [*sizes, self._lt_workspace_bytes]
+        backward = self._recorder.phase is Phase.BACKWARD
+        if backward not in self._threads_with_lt_workspace:
+            self._threads_with_lt_workspace.add(backward)
+            self._recorder.add_permanent(self._lt_workspace_bytes, "cuBLASLt workspace", Category.WORKSPACE)
+        return sizes
 
     def _convolution(
         self, operands: tuple[Any, ...], data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int
@@ -126,16 +145,6 @@ def _padded(tensor: torch.Tensor, width: int) -> int:
 def capability_name(capability: tuple[int, int]) -> str:
     """A compute capability as people write it, "7.5"."""
     return ".".join(map(str, capability))
-
-
-def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
-    """Size of the workspace PyTorch gives to each cuBLAS handle.
-
-    >>> cublas_workspace_bytes((8, 6))
-    8519680
-    """
-    # :4096:2:16:8, two buffers of 4096 KiB and eight of 16 KiB; from Hopper on 32 MiB.
-    return 32 * MIB if capability >= (9, 0) else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
 def _embedding_backward(args: Arguments, out: Any) -> list[int]:

@@ -35,7 +35,8 @@ from memfit.frameworks.torch.shapes.shapes import META
 from memfit.frameworks.torch.shapes.values import KnownValues
 from memfit.frameworks.torch.simulation.device_view import Look
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
-from memfit.frameworks.torch.stack import stack_of
+from memfit.frameworks.torch.simulation.releases import release_replacements
+from memfit.frameworks.torch.stack import fuses_attention, stack_of
 
 _MAX_NOTES = 50
 # A simulation replaces a few functions of PyTorch for the whole process, so only one may run.
@@ -110,7 +111,9 @@ class Simulation:
         self._capability = capability = device.capability or (8, 0)
         self._on_cuda = on_cuda
         self._interceptors = (
-            attention.cuda_interceptors(capability, self.autocast, self.notes.report)
+            attention.cuda_interceptors(
+                capability, self.autocast, self.notes.report, fuses_attention=fuses_attention(self.stack)
+            )
             if on_cuda
             else attention.host_interceptors(self.autocast)
         )
@@ -120,6 +123,7 @@ class Simulation:
         """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
         with (
             replaced([*self._about_autocast(), *self._around_callbacks(), *self._about_devices(), *answers]),
+            replaced(release_replacements(self.stack, self.is_on)),
             self._numbers_read_anywhere(),
             self.quantized.running(),
             self.origin.following(self.is_on),

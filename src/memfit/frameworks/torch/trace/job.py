@@ -92,7 +92,7 @@ class OpenJob:
             # Settings say themselves whether autocast is on.
             precision=None if settings is not None and settings.precision else job.precision,
             training=job.mode == "training",
-            set_to_none=job.set_to_none,
+            set_to_none=job.set_to_none is not False,
             settings=settings,
         )
 

@@ -8,20 +8,12 @@ from torch import nn
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import LACKS_PRECISION
 from memfit.core.timeline import Category, Phase
-from memfit.core.units import KIB, MIB
-from memfit.frameworks.torch.kernels.cuda_kernels import cublas_workspace_bytes
+from memfit.core.units import KIB
 from tests.unit.frameworks.torch.builders import cuda, forward_blocks, made_in, observe, run
 
 
 def workspaces(blocks, op=""):
     return [b.size_bytes for b in blocks if b.category is Category.WORKSPACE and b.op.endswith(op)]
-
-
-@pytest.mark.parametrize(
-    ("capability", "size"), [((7, 5), 8320 * KIB), ((8, 6), 8320 * KIB), ((9, 0), 32 * MIB), ((10, 0), 32 * MIB)]
-)
-def test_the_workspace_of_cublas_by_generation(capability, size):
-    assert cublas_workspace_bytes(capability) == size
 
 
 def test_each_thread_that_multiplies_has_one_workspace_for_good():
