@@ -47,10 +47,10 @@ def on_stack(device: Device, stack: str | Stack | None) -> Device:
     wanted = read_stack(stack)
     if device.kind is Kind.CUDA and device.capability is not None and not _runs(wanted.device_cuda, device.capability):
         others = [cuda for cuda in builds_of(wanted.torch) if _runs(cuda, device.capability)]
-        known = f"; this one does: {replace(wanted, cuda=others[0]).text}" if others else "; use another release"
+        other = f"; this one does: {replace(wanted, cuda=others[0]).text}" if others else "; use another release"
         raise BadInput(
             f"{wanted.described()[0]} has no kernels for {device.title} (compute capability "
-            f"{'.'.join(map(str, device.capability))}){known}."
+            f"{'.'.join(map(str, device.capability))}){other}."
         )
     known = replace(device, stack=wanted)
     eager_bytes = kernels_bytes(wanted, device.capability)

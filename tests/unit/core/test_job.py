@@ -9,7 +9,7 @@ def test_defaults_are_those_of_pytorch():
     job = Job("model", len, "batch")
 
     assert (job.mode, job.precision, job.optimizer) == ("training", None, None)
-    assert job.set_to_none
+    assert job.set_to_none is None
     assert (job.num_workers, job.prefetch_factor, job.pin_memory) == (0, 2, False)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from memfit.core.stack import Stack
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement, around
+from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.stack import keeps_4bit_input, keeps_8bit_copy, keeps_roots, uses_lists
 
 
@@ -55,11 +55,8 @@ def _with_roots(plain: Callable[..., None], *args: Any, **options: Any) -> None:
         else:
             plain_add(tensors, other, *rest, **others)
 
-    torch._foreach_add_ = add
-    try:
+    with replaced([Replacement(torch, "_foreach_add_", add)]):
         plain(*args, **options)
-    finally:
-        torch._foreach_add_ = plain_add
 
 
 def _quantized(stack: Stack, is_on: Callable[[], bool]) -> list[Replacement]:
