@@ -26,6 +26,8 @@ JOB_FLAGS = [
     "--inference",
     "--sequence-length",
     "--image-size",
+    "--keep-outputs",
+    "--ddp",
     "--workers",
     "--json",
 ]
@@ -54,6 +56,7 @@ FLAGS = {
         "--optimizer -o",
         "--sequence-length",
         "--image-size",
+        "--keep-outputs",
         "--json",
         "--budget",
         "--allow",

@@ -52,6 +52,11 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
         parser.add_argument("--inference", action="store_true", help="a forward pass without gradients")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens per sample, for hf: models")
     parser.add_argument("--image-size", type=int, metavar="N", help="height and width, for vision models")
+    kept = "the loop holds the model's outputs until it has the next"
+    parser.add_argument("--keep-outputs", action="store_true", default=None, help=kept)
+    if not of_plan:
+        buckets = "devices of DistributedDataParallel, which copies gradients into buckets"
+        parser.add_argument("--ddp", type=int, metavar="N", help=buckets)
     if of_one_size and not of_plan:
         parser.add_argument("--workers", type=int, metavar="N", help="data loader processes, for the host's memory")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output")
@@ -159,7 +164,7 @@ def device_of(arguments: argparse.Namespace) -> str | Device | None:
 
 def load_job(target: str, arguments: argparse.Namespace) -> Job:
     """The job that `target` and the options describe."""
-    check_at_least(arguments, batch_size=1, sequence_length=1, image_size=1, workers=0)
+    check_at_least(arguments, batch_size=1, sequence_length=1, image_size=1, workers=0, ddp=1)
     if target.partition(":")[0] in PREFIXES:
         job = named_job(
             target,
@@ -179,6 +184,10 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
         changes["precision"] = arguments.precision
     if getattr(arguments, "inference", False):
         changes["mode"] = "inference"
+    if arguments.keep_outputs:
+        changes["keep_outputs"] = True
+    if getattr(arguments, "ddp", None) is not None:
+        changes["data_parallel"] = arguments.ddp
     if getattr(arguments, "workers", None) is not None:
         changes["num_workers"] = arguments.workers
     return replace(job, **changes)

@@ -56,6 +56,9 @@ class Job(Shown):
         num_workers: processes that load data.
         prefetch_factor: batches each of them holds ready.
         pin_memory: whether batches pass through pinned memory.
+        keep_outputs: the loop holds what the model returned (`outputs = model(...)`) until it returns the next; by
+            default it holds what the loss function does.
+        data_parallel: devices over which `DistributedDataParallel` trains, with its default buckets for gradients.
     """
 
     model: Any
@@ -69,6 +72,8 @@ class Job(Shown):
     num_workers: int = 0
     prefetch_factor: int = 2
     pin_memory: bool = False
+    keep_outputs: bool = False
+    data_parallel: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.precision, str):
@@ -77,6 +82,11 @@ class Job(Shown):
             raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {self.precision!r} was given.")
         if self.mode not in MODES:
             raise BadInput(f"mode must be one of {', '.join(MODES)}, but {self.mode!r} was given.")
+        if self.data_parallel < 1:
+            raise BadInput(
+                f"data_parallel is a number of devices, at least 1, but {self.data_parallel} was given. "
+                "Leave it out for a single device."
+            )
         if self.num_workers < 0 or self.prefetch_factor < 1:
             raise BadInput(
                 f"num_workers must be at least 0 and prefetch_factor at least 1, "

@@ -423,44 +423,33 @@ def timm_train(script, args):
     return Job(make(), loss, (inputs, labels, inputs.clone()), optimizer=torch.optim.AdamW)
 
 
-# Data-parallel training keeps a copy of all gradients in its buckets; here that is a buffer of the same size.
 @paired("ddp.py", "--batch-size 64 --image-size 64 --width 32 --train-size 512", count=2)
 def ddp(script, args):
-    def make():
-        model = script.ConvNet(args.width)
-        model.register_buffer("buckets", torch.zeros(sum(p.numel() for p in model.parameters())))
-        return model
-
     def loss(model, batch):
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     return Job(
-        make,
+        lambda: script.ConvNet(args.width),
         loss,
         images(args.batch_size, args.image_size),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        data_parallel=2,
     )
 
 
 # The batch is random and made on the host.
 @paired("ddp_spawn.py", "--batch-size 65536 --width 512 --steps 4", count=2)
 def ddp_spawn(script, args):
-    kept = Kept(outputs=None)
-
-    def make():
-        model = script.ToyModel(args.width)
-        model.register_buffer("buckets", torch.zeros(sum(p.numel() for p in model.parameters())))
-        return model
-
     def loss(model, batch):
-        kept.outputs = model(batch[0])
-        return functional.mse_loss(kept.outputs, batch[1])
+        return functional.mse_loss(model(batch[0]), batch[1])
 
     return Job(
-        make,
+        lambda: script.ToyModel(args.width),
         loss,
         (torch.zeros(args.batch_size, 10), torch.zeros(args.batch_size, 5)),
         optimizer=torch.optim.SGD,
+        keep_outputs=True,
+        data_parallel=2,
     )
 
 

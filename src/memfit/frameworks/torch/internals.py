@@ -157,6 +157,11 @@ def share_buffers(model: torch.nn.parallel.DistributedDataParallel) -> None:
         NAMES.of(model, "_sync_buffers")()
 
 
+def around_data_parallel(model: torch.nn.parallel.DistributedDataParallel) -> tuple[Any, Any]:
+    """What the model does before and after the forward pass of the module in it."""
+    return NAMES.of(model, "_pre_forward"), NAMES.of(model, "_post_forward")
+
+
 @contextmanager
 def without_first_exchanges(model: torch.nn.parallel.DistributedDataParallel) -> Iterator[None]:
     """In this context the first forward and backward pass communicate no more than later ones.
@@ -287,6 +292,16 @@ def _set_known(holder: Any, **values: Any) -> None:
 
 
 # Modules, optimizers and tensors.
+
+
+def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
+    """Whether hooks are called when a parameter's gradient is there."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def renew_hooks_after_accumulation(parameter: Any) -> None:
+    """Has the engine call these hooks for what the parameter is now, after `swap_tensors`."""
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

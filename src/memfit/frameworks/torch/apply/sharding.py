@@ -8,6 +8,7 @@ it shards over PyTorch's fake process group (`simulated_group`), which talks to 
 would.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from memfit.allocator.live import LiveAllocator
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions
+from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.tensor_memory import simulated
 from memfit.frameworks.torch.cuda.devices import CudaDevices
@@ -224,7 +226,13 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
         return result
 
     report = simulation.notes.report
-    given = [*distributed_replacements(count, report), Replacement(torch.UntypedStorage, "resize_", resize)]
+
+    def gathered(bucket: torch.Tensor) -> None:
+        recorder.classify(bucket, Category.GRADIENT, "")
+
+    given = [*distributed_replacements(count, report, gathered), Replacement(torch.UntypedStorage, "resize_", resize)]
+    # PyTorch's own, which names the rank, would stay.
+    given.append(Replacement(sys, "excepthook", sys.excepthook))
     if device.kind is Kind.CUDA:
         # Nobody asks for its statistics: the trace has its own record.
         memory = LiveAllocator(AllocatorOptions(), None)

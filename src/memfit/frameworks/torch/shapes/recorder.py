@@ -128,11 +128,11 @@ class Recorder:
                 self.categories[index] = category
 
     def reclassify_copies(self, parameter_sizes: list[int]) -> None:
-        """Says what a copy of a model's weights is for that came from the host as if it were data.
+        """Says what a copy of a model's weights is for: it came from the host like data, or no model is called by it.
 
         Of parameters of so many bytes each a copy may be twice or half as wide.
         """
-        batches = [index for index in list(self._refs) if self.categories[index] is Category.BATCH]
+        batches = [index for index in list(self._refs) if self.categories[index] in (Category.BATCH, None)]
         for halves in (2, 1, 4):
             left = Counter(size * halves // 2 for size in parameter_sizes)
             copies = []

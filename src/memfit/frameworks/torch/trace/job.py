@@ -94,6 +94,8 @@ class OpenJob:
             training=job.mode == "training",
             set_to_none=job.set_to_none is not False,
             settings=settings,
+            keep_outputs=job.keep_outputs,
+            data_parallel=job.data_parallel,
         )
 
     def trace(self, batch_size: int | None, settings: Settings | None = None) -> Trace:

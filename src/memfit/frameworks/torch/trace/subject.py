@@ -9,6 +9,7 @@ import torch
 from memfit.core.errors import BadInput, MemfitError
 from memfit.core.profile import Measurement, Profile
 from memfit.core.settings import Settings
+from memfit.core.units import format_size
 from memfit.frameworks.torch.apply.fitted import check_unfitted
 from memfit.frameworks.torch.apply.micro_batches import split
 from memfit.frameworks.torch.apply.recomputation import without_cache
@@ -25,6 +26,13 @@ class Subject:
 
     def __init__(self, opened: OpenJob) -> None:
         check_unfitted(opened.model)
+        if opened.job.data_parallel > 1:
+            trained = (p for p in opened.model.parameters() if p.requires_grad)
+            buckets = format_size(sum(p.numel() * p.element_size() for p in trained))
+            raise BadInput(
+                f"a plan is made for one process, but the job has data_parallel={opened.job.data_parallel}. Plan "
+                f"without it, within a budget that is smaller by the buckets of DistributedDataParallel ({buckets})."
+            )
         self._opened = opened
         self._model = opened.model
         # What the user gave: of another size than one update's, maybe, or a function.

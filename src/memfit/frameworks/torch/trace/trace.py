@@ -26,6 +26,7 @@ from memfit.frameworks.torch.shapes.restoration import random_states_kept
 from memfit.frameworks.torch.shapes.stand_in import ShapeCopies, dense_parts, map_tensors, parts_of, swapped, tensors_in
 from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST, WEIGHTS
 from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
+from memfit.frameworks.torch.trace import loop
 
 if TYPE_CHECKING:
     from memfit.frameworks.torch.apply.fitted import Fitted
@@ -49,6 +50,8 @@ class Step:
     training: bool = True
     set_to_none: bool = True
     settings: Settings | None = None
+    keep_outputs: bool = False
+    data_parallel: int = 1
 
 
 def trace(step: Step, device: Device) -> Trace:
@@ -68,6 +71,7 @@ class _Tracer:
         self.gives_weight = False
         self.module_of: dict[int, str] = {}
         self.fitted: Fitted | None = None
+        self.hooked = loop.HookedUpdates()
         self._step_number = 0
         self._first_of_part = 0
 
@@ -80,14 +84,18 @@ class _Tracer:
             stack.enter_context(undisturbed())
             # Wherever it is called from: this also switches gradients on.
             stack.enter_context(torch.inference_mode(False))
+            if step.training:
+                stack.enter_context(self.hooked.carried_over(step.model, copies))
             stack.enter_context(swapped(step.model, copies))
             batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self.simulation.running())
             optimizer = optimizer_for(step.optimizer, step.model, copies, parameters) if step.training else None
+            stack.enter_context(self.hooked.emptied(optimizer))
             self.recorder.enter(Phase.SETUP, 0)
             if step.training and step.settings is not None:
                 optimizer = self._fit(stack, step.settings, optimizer)
             self._set_up(step.model, batch)
+            self._enter_loop(stack)
             segments = self._train(optimizer, batch) if step.training else self._infer(batch)
             self.recorder.stop()
             parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
@@ -124,6 +132,15 @@ class _Tracer:
                 )
             )
         return self.fitted.optimizer
+
+    def _enter_loop(self, stack: ExitStack) -> None:
+        step = self.step
+        if step.data_parallel > 1 and step.training:
+            around = loop.data_parallel(step.model, step.data_parallel, self.simulation, self.recorder, self.device)
+            with failures.explained("preparation"):
+                stack.enter_context(around)
+        if step.keep_outputs:
+            stack.enter_context(loop.outputs_kept(step.model))
 
     def _set_up(self, model: torch.nn.Module, batch: Any) -> None:
         for name, parameter in model.named_parameters():
@@ -167,8 +184,9 @@ class _Tracer:
         settings = self.step.settings
         set_to_none = self.step.set_to_none if settings is None else settings.set_to_none
         # Otherwise the second step does what the first did, but for the optimizer's state that is there by then.
-        if not set_to_none or (settings is not None and settings.step_in_backward):
-            self._clear_gradients(optimizer, set_to_none=False)
+        updates_early = self.hooked.present or (settings is not None and settings.step_in_backward)
+        if not set_to_none or updates_early or self.step.data_parallel > 1:
+            self._clear_gradients(optimizer, set_to_none=set_to_none)
             self._forward_backward(batch, 2)
             self._update(optimizer, batch, 2)
             return None
@@ -225,6 +243,8 @@ class _Tracer:
         for parameter in self.step.model.parameters():
             if parameter.grad is not None:
                 self._classify(parameter.grad, Category.GRADIENT, parameter)
+        for updated, state in self.hooked.states():
+            self._classify(state, Category.OPTIMIZER_STATE, updated)
 
     def _classify(self, tensor: torch.Tensor, category: Category, parameter: torch.Tensor) -> None:
         module = self.module_of.get(id(parameter), "")
