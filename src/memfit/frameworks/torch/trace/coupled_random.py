@@ -18,6 +18,9 @@ _ELEMENTWISE = frozenset(
     """.split()  # noqa: SIM905
 )
 _BY_SIZE = frozenset({"rand", "randn", "randint", "normal"})
+_CROSS_ENTROPIES = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
+# ATen/core/Reduction.h.
+_MEAN = 1
 
 
 class CoupledRandom(internals.TorchDispatchMode):
@@ -31,6 +34,10 @@ class CoupledRandom(internals.TorchDispatchMode):
         """The floating-point type of fewest bits that an operator gave."""
         self.checks_indices = True
         """Whether every operator so far refuses indices out of range, rather than reading whatever is there."""
+        self.num_classes = 0
+        """Of the cross-entropy that had the fewest, 0 before there was one."""
+        self.weighs_classes = False
+        """Whether a mean of cross-entropies over several samples gives classes different weights, other than none."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -47,12 +54,24 @@ class CoupledRandom(internals.TorchDispatchMode):
             return self._draw_elements(func, args, kwargs)
         if name in _BY_SIZE:
             return self._draw_by_size(func, args, kwargs)
+        if name in _CROSS_ENTROPIES:
+            self._note_classes(*args)
         if name == "_ctc_loss" or func.namespace != "aten":
             self.checks_indices = False
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.is_floating_point():
             self.narrowest = min(self.narrowest, result.dtype, key=lambda dtype: torch.finfo(dtype).bits)
         return result
+
+    def _note_classes(
+        self, logits: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None, reduction: int, *_: Any
+    ) -> None:
+        num_classes = logits.shape[1] if logits.dim() > 1 else len(logits)
+        self.num_classes = min(self.num_classes or num_classes, num_classes)
+        is_of_samples = self._stop - self._start > 1 and self._rows(labels.numel()) > 0
+        # A weight of 0 leaves elements out, as `ignore_index` does.
+        if weight is not None and reduction == _MEAN and is_of_samples:
+            self.weighs_classes |= len(weight[weight != 0].unique()) > 1
 
     def _rows(self, num_rows: int) -> int:
         """Rows of each sample in a tensor of `num_rows`; 0 where rows aren't the samples'."""

@@ -109,11 +109,16 @@ class Weighing:
         """Whether the whole is what this predicts from the parts."""
         return self._residual(observation) <= observation.noise
 
+    def weighs_both(self, observation: Observation) -> bool:
+        """Whether something counts in either part: the greater of two losses looks like a mean where it alone counts."""
+        weights = self._weights(observation)
+        return weights is not None and all(weights)
+
     def is_told_apart(self, observation: Observation) -> bool:
         """Whether another way to weigh would have predicted something else."""
         first, second = observation.first.value, observation.second.value
-        if not (math.isfinite(first) and math.isfinite(second)):
-            return True
+        if not self.weighs_both(observation):
+            return False
         telling = abs(first + second) if self.weighting.kind == "sum" else abs(first - second)
         return telling > _TELLING * max(self._residual(observation), 4 * observation.whole.precision)
 
@@ -200,6 +205,15 @@ def shortened(batch: Any, place: str, ignored: int) -> Any:
     return map_tensors(batch, lambda tensor: changed if tensor is target else tensor)
 
 
+def evened(batch: Any, weighting: Weighting) -> Any:
+    """The batch in which samples of which nothing counts have the elements of the one of which most does."""
+    target, skipped = tensor_at(batch, weighting.tensor), weighting.skipped
+    counts = _counts(target[:, skipped:] if skipped else target, weighting.ignored)
+    changed = target.clone()
+    changed[counts == 0] = target[counts.argmax()]
+    return map_tensors(batch, lambda tensor: changed if tensor is target else tensor)
+
+
 def has_empty(batch: Any, place: str, ignored: int) -> bool:
     """Whether nothing of some sample counts: any mean over what counts then looks like any other."""
     return bool((_counts(tensor_at(batch, place), ignored) == 0).any())
@@ -209,31 +223,34 @@ def _counts(tensor: torch.Tensor, ignored: int) -> torch.Tensor:
     return (tensor != ignored).reshape(len(tensor), -1).sum(1)
 
 
-def contrasted(batch: Any) -> Any:
+def contrasted(batch: Any, *, num_classes: int | None = None) -> Any:
     """The batch with a first sample unlike the others, where samples of random data are all alike.
 
     Its measurements are halved, and the second half of its positions hold what the first one does: values that any
     loss takes. The first half stays, so that not all of what counts is gone. Where all have the same number, such as a
     class, it gets the one next to it: classes may weigh differently.
+
+    With `num_classes`, no operator can refuse the numbers: positions stay, and the class after 0 is taken where the
+    loss is known to have it.
     """
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim():
+        if not tensor.dim() or tensor.dtype.is_complex:
             return tensor
         changed = tensor.clone()
         if tensor.is_floating_point():
             # Half a mask would be another weight.
             if not _is_mask(tensor):
                 changed[0] *= 0.5
-        elif tensor.dim() > 1 and not tensor.dtype.is_complex:
-            changed[0, tensor.shape[1] // 2 :] = tensor[0, :1]
-        elif (
-            tensor.dim() == 1
-            and tensor.dtype is not torch.bool
-            and not tensor.dtype.is_complex
-            and bool((tensor == tensor[0]).all())
-        ):
-            changed[0] = tensor[0] - 1 if tensor[0] > 0 else 1
+        elif tensor.dim() > 1:
+            if num_classes is None:
+                changed[0, tensor.shape[1] // 2 :] = tensor[0, :1]
+        elif tensor.dtype is not torch.bool and bool((tensor == tensor[0]).all()):
+            number = int(tensor[0])
+            if number > 0:
+                changed[0] = number - 1
+            elif num_classes is None or (number == 0 and num_classes > 1):
+                changed[0] = 1
         return changed
 
     return map_tensors(batch, change)

@@ -35,6 +35,7 @@ from memfit.frameworks.torch.trace.loss_hypotheses import (
     Weighing,
     all_weighings,
     contrasted,
+    evened,
     has_empty,
     shortened,
 )
@@ -158,6 +159,10 @@ def _switch_batch_effects_off(model: torch.nn.Module) -> None:
             module.training = False
 
 
+def _is_on_host(model: torch.nn.Module, batch: Any) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *tensors_in(batch)))
+
+
 class _Failed(Exception):
     """The user's loss raised, or gave what is no loss."""
 
@@ -172,6 +177,8 @@ class _Probe:
         self._num_samples = common_first_dimension(batch) or 0
         self._needs_gradients = False
         self._checks_indices = True
+        self._weighs_classes = False
+        self._num_classes = 0
         self.found_nothing = False
         self._started = time.process_time()
 
@@ -241,6 +248,8 @@ class _Probe:
                 failure, value = f"the loss can't be computed{number} ({type(error).__name__}: {text})", None
             else:
                 self._checks_indices &= mode.checks_indices
+                self._weighs_classes |= mode.weighs_classes
+                self._num_classes = mode.num_classes
                 value = Loss.read(result, mode.narrowest)
                 failure = f"the loss function returned {type(result).__name__}, not a scalar tensor"
         if value is not None:
@@ -271,30 +280,46 @@ class _Probe:
             survivors = [weighing for weighing in survivors if weighing.holds(observation)]
             if not survivors:
                 return self._explain(observation, counts=all(weighing.weighting.kind == "count" for weighing in before))
-        best = min(survivors, key=lambda weighing: weighing.order)
-        if not any(best.is_told_apart(observation) for observation in observations):
+        plainest_first = sorted(survivors, key=lambda weighing: weighing.order)
+        best = next((weighing for weighing in plainest_first if self._is_told_apart(weighing, observations)), None)
+        if best is None and any(weighing.weighting.kind == "samples" for weighing in survivors):
             return _assumed("the losses of the probed samples are too much alike to tell how they add up")
+        if best is None or (self._weighs_classes and best.weighting.kind != "given"):
+            return self._explain(real)
         number = f"found with {real.num_samples} samples: the loss is {best.describe()}"
         return Found(best.weighting, number, Origin.MEASURED)
 
+    def _is_told_apart(self, weighing: Weighing, observations: list[Observation]) -> bool:
+        if any(map(weighing.is_told_apart, observations)):
+            return True
+        if weighing.weighting.kind != "count" or any(map(weighing.weighs_both, observations)):
+            return False
+        real = observations[0]
+        further = self._try(evened(real.batch, weighing.weighting), real.cut)
+        return further is not None and weighing.holds(further) and weighing.is_told_apart(further)
+
     def _further(self, survivors: list[Weighing], real: Observation) -> Iterator[Observation]:
         batch = real.batch
-        if all(tensor.device.type == "cpu" for tensor in (*self._model.parameters(), *tensors_in(batch))):
-            # Values that an operator refuses poison a CUDA context, so batches are changed on the host only.
-            two = part_of(batch, 0, 2)
-            found = self._try(contrasted(two), 1)
-            if found is not None:
-                yield found
-            yield from self._changed_batches(survivors, two)
+        on_host = _is_on_host(self._model, batch)
+        two = part_of(batch, 0, 2)
+        # Values that an operator refuses poison a CUDA context, so elsewhere numbers are changed with care.
+        found = self._try(contrasted(two, num_classes=None if on_host else self._num_classes), 1)
+        if found is not None:
+            yield found
+        if on_host:
+            yield from self._changed_batches(survivors, real)
         other_cut = max(1, 5 * real.num_samples // 8)
         if other_cut != real.cut and self._has_time():
             found = self._try(batch, other_cut, real.whole)
             if found is not None:
                 yield found
 
-    def _changed_batches(self, survivors: list[Weighing], batch: Any) -> Iterator[Observation]:
+    def _changed_batches(self, survivors: list[Weighing], real: Observation) -> Iterator[Observation]:
+        batch = part_of(real.batch, 0, 2)
         # The most usual value first, for every tensor.
         testable = sorted((w for w in survivors if w.can_be_tested), key=lambda weighing: weighing.rank)
+        # What no count explains may still depend on lengths that these samples have in common.
+        testable = testable or [w for w in all_weighings(real) if w.can_be_tested and not w.rank]
         suspects = list(dict.fromkeys((w.weighting.tensor, w.weighting.ignored) for w in testable))
         remaining = list(survivors)
         if not self._checks_indices:
@@ -305,7 +330,8 @@ class _Probe:
         for place, ignored in suspects[:_MAX_CHANGED_BATCHES]:
             # Once one tensor's count is left of all hypotheses, nothing more can be learned. Labels that are ignored
             # by PyTorch's own convention come up in later batches even where this one has none: always tried.
-            is_settled = not is_untested and len({(w.weighting.kind, w.weighting.tensor) for w in remaining}) == 1
+            kinds = {(w.weighting.kind, w.weighting.tensor) for w in remaining}
+            is_settled = not is_untested and len(kinds) == 1 and any(w.can_be_tested for w in remaining)
             if is_settled or not (self._has_time() or ignored == USUAL_IGNORED):
                 return
             found = self._try(shortened(batch, place, ignored), 1)

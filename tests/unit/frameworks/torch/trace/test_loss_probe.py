@@ -557,6 +557,74 @@ def test_rare_classes_of_another_weight_are_seen(others):
     assert find_weighting(linear(), classify, (features(), labels)).weighting == Weighting("samples")
 
 
+def weighed_by_class(weights):
+    def loss(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor(weights))
+
+    return loss
+
+
+def test_weights_of_classes_that_the_samples_do_not_have_are_seen():
+    labels = classes(0, 2)
+
+    assert find_weighting(linear(), weighed_by_class([1.0, 1, 1, 9, 9]), (features(), labels)).weighting is None
+    assert find_weighting(linear(), weighed_by_class([2.0] * 5), (features(), labels)).weighting == MEAN
+
+
+def weighed_by_hand(model, batch):
+    weights = torch.tensor([0.1, 2.0, 5.0, 7.0, 1.0])[batch[1]]
+    return (functional.cross_entropy(model(batch[0]), batch[1], reduction="none") * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("label", [0, 3])
+@pytest.mark.parametrize("loss", [weighed_by_class([0.1, 2.0, 5.0, 7.0, 1.0]), weighed_by_hand])
+def test_one_class_on_a_gpu_hides_no_weights(loss, label, monkeypatch):
+    """Where batches aren't changed freely: an index out of range would end the use of the device."""
+    monkeypatch.setattr("memfit.frameworks.torch.trace.loss_probe._is_on_host", lambda *_: False)
+    labels = torch.full((SAMPLES,), label)
+
+    assert find_weighting(linear(), loss, (features(), labels)).weighting is None
+    assert find_weighting(linear(), classify, (features(), labels)).weighting == MEAN
+
+
+def each_word(model, batch):
+    return functional.cross_entropy(model(batch["words"]).transpose(1, 2), batch["labels"], reduction="none")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: each_word(model, batch).max(),
+        lambda model, batch: each_word(model, batch).mean(1).max(),
+        lambda model, batch: by_word(model, batch) + 0.1 * each_word(model, batch).max(),
+        lambda model, batch: each_word(model, batch).sum() / (batch["labels"] != -100).sum(1).max(),
+    ],
+    ids=["of words", "of samples", "added", "of lengths"],
+)
+@pytest.mark.parametrize("is_first_empty", [True, False])
+@pytest.mark.parametrize("num_samples", [3, 8])
+def test_a_maximum_over_the_batch_is_no_mean_over_what_counts(loss, is_first_empty, num_samples):
+    for seed in range(4):
+        torch.manual_seed(seed)
+        batch = part_of(sentences(), 0, num_samples)
+        if is_first_empty:
+            batch["labels"] = batch["labels"].clone()
+            batch["labels"][0] = -100
+
+        assert find_weighting(Words(), loss, batch).weighting is None
+
+
+def test_a_maximum_is_no_mean_over_the_samples_that_are_not_of_some_class():
+    def hardest(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="none").max()
+
+    for seed in range(6):
+        torch.manual_seed(seed)
+        batch = part_of((features(), classes()), 0, 2 + seed % 2)
+
+        assert find_weighting(linear(), hardest, batch).weighting is None
+
+
 def test_a_first_sample_of_which_nothing_counts_hides_nothing():
     labels = words()
     labels[0] = -100
