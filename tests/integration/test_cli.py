@@ -98,6 +98,7 @@ FLAGS = {
         "DST",
         "--dtype",
         "--chunk",
+        "--image-size",
         "--columns",
         "--labels",
         "--follow-links",

@@ -117,6 +117,11 @@ class SharedDevice:
         sign = num_rows + sum(share.num_steps + share.num_events + share.peak_bytes for _, share in rows)
         return num_expected, len(at_work), sign
 
+    def pids(self) -> set[int]:
+        """The processes that have come."""
+        with self._locked():
+            return {share.pid for _, share in self._living() if share.pid}
+
     def others_bytes(self) -> int:
         """What the other processes hold."""
         with self._locked():

@@ -6,8 +6,11 @@ Puts the parts together on the other side of `memfit.processes`: the device's me
 import json
 import logging
 import os
+import shutil
+import signal
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from memfit.core import env
 from memfit.core import interrupts as _interrupts
 from memfit.core.dryrun import DryRun, Request
 from memfit.core.progress import announce
+from memfit.core.units import format_size
 from memfit.processes import overlay
 from memfit.processes import process_tree as processes
 from memfit.processes.launch import DEVICE
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 _MAX_NAMED = 3
 # How long the interpreter may take to end when the result has been written.
 _ENDING_SECONDS = 10.0
+_ROOM_SECONDS = 1.0
 
 
 def main(request_path: str) -> int:
@@ -117,9 +122,33 @@ def _keep_files_apart(request: Request) -> None:
         return
     real = [path for path in dict.fromkeys((*caches, *request.writable, "/dev/shm")) if os.path.isdir(path)]
     real = [path for path in real if not any(path != each and overlay.is_within(path, each) for each in real)]
-    announce(f"files that the script writes are discarded when it ends, except below {_named(real)}")
+    others = "" if os.geteuid() == 0 else "; it can't write to files of other users (EOVERFLOW)"
+    announce(f"files that the script writes are discarded when it ends, except below {_named(real)}{others}")
+    for layer in request.layers:
+        if os.path.isdir(os.path.join(layer, "view")):
+            threading.Thread(
+                target=_watch_room, args=(layer, request.layers[0]), daemon=True, name="memfit-room"
+            ).start()
     if read_only:
         announce(f"the script can't write below {_named(read_only)}: no overlay on these file systems")
+
+
+def _watch_room(folder: str, first: str) -> None:
+    """Interrupts the script when what is discarded at its end takes half of the room that there was on a folder's disk.
+
+    The first of the folders given to `enter` says where it is.
+    """
+    free = shutil.disk_usage(folder).free
+    while True:
+        time.sleep(_ROOM_SECONDS)
+        # Others write there, too: only then what is the script's is counted.
+        if shutil.disk_usage(folder).free < free / 2 and (size := overlay.written_bytes(Path(first))) > free / 2:
+            break
+    announce(
+        f"the script has written {format_size(size)}, half of the room in {os.path.dirname(folder)}, and is ended. "
+        "Name a folder on a larger disk as TMPDIR, or let it write to its own with --allow-writes FOLDER"
+    )
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _named(folders: list[str]) -> str:

@@ -37,6 +37,7 @@ Examples:
   memfit data convert train.npy small.npy --dtype float32
   memfit data convert train.csv train.parquet --labels price
   memfit data convert train.npz folder
+  memfit data convert photos photos.npy --image-size 224
   memfit data convert train.npy train.h5 --dtype float16 --chunk 1MiB --compress gzip
 
 DST ends in .npy, .h5 or .parquet, or is a folder, which gets one .npy file a field. Nothing is loaded
@@ -84,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="bytes per write, and per HDF5 chunk or row group; default 8MiB for .npy, 1MiB for the others",
     )
+    convert.add_argument("--image-size", metavar="SIZE", help="resize images to this: 224, or 240x320 (height x width)")
     _add_choice(convert)
     convert.add_argument("--compress", metavar="METHOD", help="gzip or lzf for .h5; gzip, snappy or zstd for .parquet")
     convert.add_argument("--allow-overflow", action="store_true", help="let values that overflow become infinite")
@@ -177,6 +179,7 @@ def _inspect(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
 def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
     from memfit.reports.data.figures import conversion_report
 
+    image_size = None if arguments.image_size is None else _image_size(arguments.image_size)
     with output.transfer_progress("converting", quiet=arguments.quiet or arguments.json) as progress:
         conversion = memfit.convert_data(
             arguments.source,
@@ -185,11 +188,18 @@ def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
             compression=arguments.compress,
             overwrite=arguments.overwrite,
             options=memfit.ConvertOptions(
-                arguments.chunk, arguments.allow_overflow, arguments.follow_links, progress=progress
+                arguments.chunk, arguments.allow_overflow, arguments.follow_links, progress, image_size
             ),
             **_reading(arguments),
         )
     return conversion, conversion_report
+
+
+def _image_size(text: str) -> tuple[int, int]:
+    height, _, width = text.lower().partition("x")
+    if not (height.isascii() and height.isdecimal()) or (width and not (width.isascii() and width.isdecimal())):
+        raise BadInput(f"--image-size {text!r} is no size of images. Write 224, or height and width: 240x320.")
+    return int(height), int(width or height)
 
 
 def _bench(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:

@@ -76,15 +76,19 @@ class ConvertOptions:
         allow_overflow: let values become infinite that are too large for the new type.
         follow_links: as for `memfit.stream`.
         progress: called with the bytes of the source that are done, and all of them.
+        image_size: height and width, or one number for both, that images are resized to.
     """
 
     chunk: str | int | None = None
     allow_overflow: bool = False
     follow_links: bool = False
     progress: Progress | None = None
+    image_size: int | tuple[int, int] | None = None
 
 
 _DEFAULTS = ConvertOptions()
+# JPEG's limit; more is a mistake.
+_MOST_PIXELS = 65_535
 
 
 def convert_data(
@@ -122,16 +126,19 @@ def convert_data(
     began = time.perf_counter()
     kind = parse_dtype(dtype)
     chunk_bytes = None if options.chunk is None else parse_size(options.chunk)
+    size = _parsed_size(options.image_size)
     path = _local(destination)
     read = list(paths_of(source))
+    journal = Journal(path)
+    journal.recover()
     _check_places(path, read, overwrite=overwrite)
-    opened = open_source(source, columns=columns, labels=labels, follow_links=options.follow_links)
+    opened = open_source(source, columns=columns, labels=labels, follow_links=options.follow_links, image_size=size)
     try:
         for field in opened.fields:
             if field.is_ragged:
                 raise BadInput(
                     f"the samples of {field.name!r} differ in shape, and a file of samples has one shape. Bring them "
-                    "to one first, such as by resizing the images."
+                    "to one first: images with --image-size 224 (image_size=224), which resizes them."
                 )
         dtypes = target_dtypes(opened.fields, kind)
         target = plan_target(
@@ -143,8 +150,9 @@ def convert_data(
             compression=compression,
             classes=opened.classes,
         )
-        journal = Journal(path)
         chosen = {"columns": repr(columns), "labels": repr(labels), "allow_overflow": options.allow_overflow}
+        if size is not None:
+            chosen["image_size"] = size
         with contextlib.ExitStack() as stack:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,6 +219,18 @@ def size_on_disk(paths: Sequence[Path]) -> int:
         with contextlib.suppress(OSError):
             total += path.stat().st_size
     return total
+
+
+def _parsed_size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    numbers = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(numbers) != 2 or any(type(number) is not int or not 0 < number <= _MOST_PIXELS for number in numbers):
+        raise BadInput(
+            f"image_size={size!r} is no size of images. Give one number for squares, such as 224, or (height, width), "
+            f"from 1 to {_MOST_PIXELS:,} each."
+        )
+    return numbers[0], numbers[1]
 
 
 def _local(destination: str | os.PathLike[str]) -> Path:

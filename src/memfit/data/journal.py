@@ -7,6 +7,7 @@ releases when its holder dies, keeps a second process from writing to the same p
 """
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -20,6 +21,8 @@ from typing import Any
 from memfit.core.errors import BadFile
 
 _POLL_SECONDS = 0.2
+# From linux/fcntl.h and linux/fs.h.
+_WORKING_FOLDER, _EXCHANGE = -100, 2
 
 
 class Journal:
@@ -54,12 +57,24 @@ class Journal:
         """Puts the finished file, which must be on disk, in its place."""
         remove(self._aside)
         if self.destination.is_dir() and not self.destination.is_symlink():
-            # A folder can't be replaced by another in one step.
-            self.destination.rename(self._aside)
-        os.replace(self.part, self.destination)
+            # A folder can't be replaced by another in one step, but change places with it on most file systems.
+            self.part.rename(self._aside)
+            if not _exchange(self._aside, self.destination):
+                self._aside.rename(self.part)
+                self.destination.rename(self._aside)
+                os.replace(self.part, self.destination)
+        else:
+            os.replace(self.part, self.destination)
         sync_folder(self.destination.parent)
         remove(self._aside)
         self.discard()
+
+    def recover(self) -> None:
+        """Puts back a folder that a process set aside, to replace it, and was killed before it could."""
+        if os.path.isdir(self._aside) and not os.path.lexists(self.destination):
+            with self.locked(wait=False):
+                if os.path.isdir(self._aside) and not os.path.lexists(self.destination):
+                    self._aside.rename(self.destination)
 
     @contextmanager
     def locked(self, *, wait: bool) -> Iterator[None]:
@@ -108,6 +123,14 @@ def write_whole(path: Path, content: bytes) -> None:
         remove(temporary)
         raise
     sync_folder(path.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether two folders could change places, at once; not every system and file system can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and not rename(
+        _WORKING_FOLDER, os.fsencode(one), _WORKING_FOLDER, os.fsencode(other), ctypes.c_uint(_EXCHANGE)
+    )
 
 
 def _temporary(path: Path) -> Path:

@@ -326,10 +326,7 @@ def collect(folder: Path, kept: str = "") -> dict[str, str]:
 
     `folder` is the one given to `enter`. Files are `kept` there by their paths below the working folder or the root.
     """
-    layers = []
-    with contextlib.suppress(OSError, ValueError):
-        layers = json.loads(Path(folder, LAYERS).read_text("utf-8"))
-    written = {path: place for above, layer in layers for path, place in _written(str(above), Path(layer))}
+    written = {path: place for above, layer in _layers(folder) for path, place in _written(above, Path(layer))}
     places = dict.fromkeys(sorted(written), "")
     target = Path(kept)
     if kept and written and target.exists() and any(target.iterdir()):
@@ -345,6 +342,23 @@ def collect(folder: Path, kept: str = "") -> dict[str, str]:
         except OSError as error:
             announce(f"{path} can't be kept as {there}: {error.strerror or error}")
     return places
+
+
+def written_bytes(folder: Path) -> int:
+    """Bytes on disk of all that the script has written; `folder` is the first of those given to `enter`."""
+    total = 0
+    for _, layer in _layers(folder):
+        for current, _, names in os.walk(layer):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(current, name)).st_blocks * 512
+    return total
+
+
+def _layers(folder: Path) -> list[tuple[str, str]]:
+    with contextlib.suppress(OSError, ValueError):
+        return [(str(above), str(layer)) for above, layer in json.loads(Path(folder, LAYERS).read_text("utf-8"))]
+    return []
 
 
 def _written(above: str, layer: Path) -> Iterator[tuple[str, Path]]:

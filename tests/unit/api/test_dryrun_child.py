@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from memfit.api import dryrun_child as child
 from memfit.api.dryrun_child import main
 from memfit.catalogue import find_device
 from memfit.core.dryrun import DryRun, Outcome, Request
@@ -203,3 +205,24 @@ def test_a_script_of_jax_is_told_what_to_do_and_no_library_is_missed(tmp_path):
     assert "computes with JAX" in note.text and "memfit.estimate(step" in note.text
     assert "something else" in done.stderr
     assert "load error" not in done.stderr
+
+
+def test_a_script_that_fills_the_disk_with_what_is_discarded_is_ended(tmp_path, monkeypatch, capsys):
+    free = [100 * 2**20]
+    monkeypatch.setattr(child, "_ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(child.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free[0]))
+    seen = []
+
+    def size(folder):
+        # First the disk is filled by somebody else.
+        seen.append(free[0])
+        return 2**20 if len(seen) < 3 else 60 * 2**20
+
+    monkeypatch.setattr(child.overlay, "written_bytes", size)
+    monkeypatch.setattr(child.time, "sleep", lambda seconds: free.__setitem__(0, 40 * 2**20))
+
+    with pytest.raises(KeyboardInterrupt):
+        child._watch_room(str(tmp_path / "layers"), str(tmp_path))
+
+    assert f"has written 60.0 MiB, half of the room in {tmp_path}, and is ended" in capsys.readouterr().err
+    assert len(seen) == 3

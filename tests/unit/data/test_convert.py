@@ -234,3 +234,39 @@ def test_a_link_that_leads_nowhere_is_there_already(folder):
     with pytest.raises(BadFile, match=r"is there already"):
         convert_data("x.npy", "link.npy")
     assert (folder / "link.npy").is_symlink()
+
+
+def test_images_of_mixed_sizes_are_resized(folder):
+    pillow = pytest.importorskip("PIL.Image")
+    for name, size, colour in (("a/1.png", (31, 17), 10), ("b/2.png", (8, 9), 200)):
+        (folder / "photos" / name).parent.mkdir(parents=True)
+        pillow.new("RGB", size, (colour, colour, colour)).save(folder / "photos" / name)
+
+    with pytest.raises(BadInput, match=r"--image-size 224 \(image_size=224\)"):
+        convert_data("photos", "images")
+    done = convert_data("photos", "images", options=ConvertOptions(image_size=(4, 6)))
+
+    assert done.fields[0].shape == (4, 6, 3)
+    assert [np.unique(image).tolist() for image in np.load("images/x.npy")] == [[10], [200]]
+    assert np.load("images/y.npy").tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("size", [0, -3, "224", (3,), (3, 4, 5), 1.5, True, 10**9])
+def test_what_is_no_size_of_images(folder, size):
+    with pytest.raises(BadInput, match="is no size of images"):
+        convert_data("x.npy", "small.npy", options=ConvertOptions(image_size=size))
+
+
+def test_only_images_are_resized(folder):
+    with pytest.raises(BadInput, match="holds no folder of images"):
+        convert_data("x.npy", "small.npy", options=ConvertOptions(image_size=8))
+
+
+def test_a_folder_that_was_set_aside_is_put_back(folder):
+    (folder / ".made.memfit-old").mkdir()
+    np.save(folder / ".made.memfit-old" / "y.npy", LABELS)
+
+    with pytest.raises(BadFile, match="is there already"):
+        convert_data("x.npy", "made")
+
+    assert np.array_equal(np.load("made/y.npy"), LABELS)

@@ -154,3 +154,62 @@ def test_file_systems_without_locks_go_without(journal, monkeypatch):
 
 def test_removing_nothing_is_fine(tmp_path):
     remove(tmp_path / "nothing")
+
+
+REPLACING = """
+import os, signal, sys
+from pathlib import Path
+from memfit.data import journal
+
+left = int(sys.argv[2])
+if sys.argv[3] == "apart":
+    journal._exchange = lambda *paths: False
+
+def counted(real):
+    def call(*arguments):
+        global left
+        result = real(*arguments)
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+
+for name in ("replace", "rename"):
+    setattr(os, name, counted(getattr(os, name)))
+journal._exchange = counted(journal._exchange)
+journal.Journal(Path(sys.argv[1])).finish()
+"""
+
+
+@pytest.mark.parametrize("way", ["at once", "apart"])
+def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, way):
+    for num_calls in range(1, 7):
+        # GIVEN a folder and the one to replace it
+        journal = Journal(tmp_path / f"{num_calls} ü")
+        for folder in (journal.destination, journal.part):
+            folder.mkdir()
+        (journal.destination / "old").touch()
+        (journal.part / "new").touch()
+
+        # WHEN the process is killed at any moment
+        command = [sys.executable, "-c", REPLACING, str(journal.destination), str(num_calls), way]
+        code = subprocess.run(command, env={**os.environ, "PYTHONPATH": SOURCE}).returncode
+        was_gone = not journal.destination.exists()
+        journal.recover()
+
+        # THEN one of them is there, without a gap where the system can do that
+        assert code in (-9, 0)
+        assert not (was_gone and way == "at once")
+        assert [path.name for path in journal.destination.iterdir()] in (["old"], ["new"])
+        assert not code or num_calls < 6
+
+
+def test_nothing_is_recovered_while_another_process_replaces(journal):
+    journal._aside.mkdir()
+
+    with journal.locked(wait=False), pytest.raises(BadFile, match="another process"):
+        journal.recover()
+
+    journal.recover()
+    assert journal.destination.is_dir()

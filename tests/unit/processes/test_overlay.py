@@ -328,6 +328,14 @@ def test_what_was_kept_before_stays(layers, tmp_path):
     assert (tmp_path / "kept" / "old.pt").read_text() == "kept before"
 
 
+def test_what_was_written_is_counted(layers):
+    before = overlay.written_bytes(layers)
+    (Path(json.loads((layers / LAYERS).read_text())[0][1]) / "large").write_bytes(bytes(2**20))
+
+    assert overlay.written_bytes(layers) - before == 2**20
+    assert overlay.written_bytes(layers / "none") == 0
+
+
 def test_what_cant_be_kept_is_said(layers, tmp_path, capsys):
     full = Path(os.devnull) / "folder"
 

@@ -50,17 +50,26 @@ class ImageSource(SampleSource):
     """The images in a folder, each read by itself: PNG, JPEG, BMP, GIF, WebP and TIFF.
 
     An image that can't be read raises an error (`on_error="fail"`) or is left out ("skip"); `notes` are what a user
-    should know of how the folder was understood.
+    should know of how the folder was understood. With `image_size`, (height, width), all are resized to that, whatever
+    their proportions (bilinear, with antialiasing).
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, on_error: str = "fail", follow_links: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        on_error: str = "fail",
+        follow_links: bool = False,
+        image_size: tuple[int, int] | None = None,
+    ) -> None:
         _pillow()
         self.name = os.fspath(path)
         self._index = index = build_index(self.name, follow_links=follow_links)
         if index.left_out:
             _log.warning("%s: %s.", self.name, index.left_out)
         self._skipped = SkippedSamples() if on_error == "skip" else None
-        shapes = list(self._probe())
+        self._image_size = image_size
+        shapes = [(*(image_size or shape[:2]), 3) for shape in self._probe()]
         image = Field("image", np.dtype(np.uint8), shapes[0], is_ragged=len(set(shapes)) > 1)
         label = (Field("label", np.dtype(np.int64), (), is_label=True),) if index.classes else ()
         self.fields = (image, *label)
@@ -110,7 +119,7 @@ class ImageSource(SampleSource):
         """The image and its label; None where it can't be read and is to be skipped."""
         path = self._index.path(sample)
         try:
-            image = _quietly(_pixels, _read(path))
+            image = _quietly(functools.partial(_pixels, size=self._image_size), _read(path))
         except _Unreadable as error:
             if self._skipped is not None:
                 self._skipped.add(sample)
@@ -267,17 +276,19 @@ def _shape(data: bytes) -> tuple[int, int, int]:
         return image.height, image.width, 3
 
 
-def _pixels(data: bytes) -> Array:
+def _pixels(data: bytes, size: tuple[int, int] | None = None) -> Array:
     """An array of (height, width, 3)."""
     with _opened(data) as image:
         image.load()
         # Older versions of Pillow open PNG files of 16 bits as of 32.
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-            gray = (np.asarray(image) >> 8).astype(np.uint8)
-            return np.repeat(gray[:, :, None], 3, axis=2)
+            image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise _Unreadable(f"its pixels are of 32 bits (mode {image.mode}), which 8 can't stand for")
         if "transparency" in image.info and image.mode == "P":
             # Pillow warns of a palette with transparency that is lost at once.
             image = image.convert("RGBA")
-        return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        if size is not None and size != (image.height, image.width):
+            image = image.resize(size[::-1], _pillow().Resampling.BILINEAR)
+        return np.array(image)

@@ -62,6 +62,7 @@ class _Reading(NamedTuple):
 
     on_error: str
     follow_links: bool
+    image_size: tuple[int, int] | None = None
 
 
 def open_source(
@@ -71,12 +72,15 @@ def open_source(
     labels: Any = None,
     on_error: str = "fail",
     follow_links: bool = False,
+    image_size: tuple[int, int] | None = None,
 ) -> Source:
-    """What is to be streamed, as a Source."""
+    """What is to be streamed, as a Source; images are resized to `image_size`, (height, width)."""
     if on_error not in ("fail", "skip"):
         raise BadInput(f"on_error is 'fail' or 'skip', and {on_error!r} was given")
     names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
-    opened = _open(source, names, labels, _Reading(on_error, follow_links))
+    opened = _open(source, names, labels, _Reading(on_error, follow_links, image_size))
+    if image_size is not None and image_size not in (field.shape[:2] for field in opened.fields):
+        raise BadInput(f"{opened.name} holds no folder of images, which alone can be resized. Leave image_size away.")
     if not opened.num_samples:
         raise BadFile(f"{opened.name} holds no samples, so there is nothing to stream.")
     for field in opened.fields:
@@ -286,7 +290,7 @@ def _open_folder(path: str, columns: list[str] | None, labels: str | None, readi
         if not any(file.lower().endswith(_IMAGE_SUFFIXES) for file in present):
             raise BadFile(f"the folder {path!r} holds nothing that can be streamed: {_KNOWN}.")
     _refuse_choice(path, columns, labels)
-    return ImageSource(path, on_error=reading.on_error, follow_links=reading.follow_links)
+    return ImageSource(path, **reading._asdict())
 
 
 class _Member(NamedTuple):

@@ -3,6 +3,7 @@
 import shlex
 from typing import Any
 
+from memfit.core.device import Origin
 from memfit.core.dryrun import Advice, DryRun, Failure, Outcome, Scan
 from memfit.core.errors import BadInput
 from memfit.core.estimate import CACHED, CONTEXT, OTHER_PROCESSES, Estimate, Note
@@ -203,22 +204,28 @@ def advice_lines(run: DryRun) -> list[str]:
     capacity = None if run.estimate is None else run.estimate.capacity_bytes
     if run.estimate is None or capacity is None or run.fits is not False:
         return []
-    if any(advice.peak_bytes <= capacity for advice in run.advice):
+    enough = [advice.origin for advice in run.advice if advice.peak_bytes <= capacity]
+    if Origin.SIMULATED in enough:
         return []
     count = ["--count", str(run.num_devices)] if run.num_devices > 1 else []
     script = ["--script", *(["-m"] if run.module else []), run.script, *run.arguments]
     device = run.estimate.device
     stack = [] if device.stack is None or device.stack.is_installed else ["--stack", device.stack.text]
     words = ["memfit", "plan", "--device", device.name, *stack, *count, *script]
-    many = "none of these is enough alone; " if run.advice else ""
+    many = "none of these is sure to be enough alone; " if enough else "none of these is enough alone; "
+    many = many if run.advice else ""
     return [f"{many}this looks for the fastest combination that fits, and runs the script with it:", shlex.join(words)]
 
 
 def advice_title(advice: Advice, run: DryRun) -> str:
-    """A change and what it saves."""
+    """A change and what it saves, and only as firmly as that is known."""
     capacity = None if run.estimate is None else run.estimate.capacity_bytes
-    enough = "" if capacity is None else ": fits" if advice.peak_bytes <= capacity else ": still too much"
-    saving = f"saves {format_size(advice.saves_bytes)}, leaves {format_size(advice.peak_bytes)}{enough}"
+    is_assumed = advice.origin is Origin.ASSUMED
+    about, fits, fails = (
+        ("about ", "may fit", "probably still too much") if is_assumed else ("", "fits", "still too much")
+    )
+    enough = "" if capacity is None else f": {fits if advice.peak_bytes <= capacity else fails}"
+    saving = f"saves {about}{format_size(advice.saves_bytes)}, leaves {about}{format_size(advice.peak_bytes)}{enough}"
     return f"{printable(advice.title)}: {saving} ({advice.origin.value}; {KEEPS.get(advice.keeps, advice.keeps)})"
 
 

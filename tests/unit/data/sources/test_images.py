@@ -378,3 +378,16 @@ def test_without_a_folder_to_write_to_this_process_counts(tmp_path, monkeypatch)
     skipped.add(1)
     assert skipped.numbers().tolist() == [1, 9]
     assert pickle.loads(pickle.dumps(skipped)).numbers().tolist() == []
+
+
+def test_images_of_mixed_sizes_are_brought_to_one(tmp_path):
+    save(tmp_path / "1.png")
+    save(tmp_path / "2.png", Image.new("RGB", (31, 17), (10, 20, 30)))
+    save(tmp_path / "3.png", Image.new("I;16", (3, 4), 512))
+
+    source = ImageSource(tmp_path, image_size=(6, 5))
+
+    assert source.fields[0].shape == (6, 5, 3) and not source.fields[0].is_ragged
+    np.testing.assert_array_equal(source.read_sample(0)[0], COLOURS)
+    np.testing.assert_array_equal(source.read_sample(1)[0], np.broadcast_to(np.uint8([10, 20, 30]), (6, 5, 3)))
+    np.testing.assert_array_equal(source.read_sample(2)[0], np.full((6, 5, 3), 2))

@@ -214,8 +214,8 @@ def test_a_folder_of_images_is_given_to_its_own_reader(folder, monkeypatch):
     open_source("flat")
 
     assert asked == [
-        (("pictures",), {"on_error": "skip", "follow_links": False}),
-        (("flat",), {"on_error": "fail", "follow_links": False}),
+        (("pictures",), {"on_error": "skip", "follow_links": False, "image_size": None}),
+        (("flat",), {"on_error": "fail", "follow_links": False, "image_size": None}),
     ]
     assert "'pictures' has no columns to choose from" in refusal("pictures", labels="class")
 

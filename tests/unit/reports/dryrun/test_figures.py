@@ -197,9 +197,12 @@ def test_parts_come_in_the_order_of_their_use():
 @pytest.mark.parametrize(
     ("advice", "text"),
     [
-        (ADVICE[0], "saves 400.0 MiB, leaves 700.0 MiB: fits (assumed; same results)"),
+        (ADVICE[0], "saves about 400.0 MiB, leaves about 700.0 MiB: may fit (assumed; same results)"),
         (ADVICE[1], "saves 100.0 MiB, leaves 1000.0 MiB: still too much (simulated; same up to rounding)"),
-        (ADVICE[2], "saves 90.0 MiB, leaves 1010.0 MiB: still too much (assumed; changes training)"),
+        (
+            ADVICE[2],
+            "saves about 90.0 MiB, leaves about 1010.0 MiB: probably still too much (assumed; changes training)",
+        ),
     ],
 )
 def test_advice_says_what_is_left_and_whether_that_fits(advice, text):
@@ -210,7 +213,7 @@ def test_advice_where_the_capacity_is_unknown():
     advice = Advice("less", GIB, GIB, "exact", "so", Origin.ASSUMED)
 
     assert run_figures.advice_title(advice, make_run(estimate=None)) == (
-        "less: saves 1.00 GiB, leaves 1.00 GiB (assumed; same results)"
+        "less: saves about 1.00 GiB, leaves about 1.00 GiB (assumed; same results)"
     )
 
 

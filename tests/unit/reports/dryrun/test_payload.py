@@ -39,7 +39,7 @@ def test_a_death_is_told_once():
     assert run["failure"]["code"] == "logits = model(tokens)"
     assert run["failure"]["rows"][0] == ["activation", 470 * 2**20, 470 / 860]
     assert sum(share for _, _, share in run["failure"]["rows"]) == pytest.approx(1)
-    assert [line.split()[0] for line in run["details"]] == ["without", "that"]
+    assert [line.split()[0] for line in run["details"]] == ["without", "that", "none", "memfit"]
     assert payload["failureTick"] == 200
 
 

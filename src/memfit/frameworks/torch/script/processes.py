@@ -63,6 +63,8 @@ _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 # How long a process that has taken its steps waits for others: with something seen of them, and before they are there.
 _QUIET_SECONDS, _START_SECONDS, _MOST_SECONDS = 3.0, 30.0, 120.0
+# Of a processor, above which a process that has not come yet is at work; on a busy machine imports get no more.
+_WORKING_SHARE = 0.02
 # How long a script may do nothing at all after its processes have taken their steps: where it waits in one of Python's
 # or a library's functions (for a queue, a pipe, a process), and where its own code does, such as in time.sleep.
 _IDLE_SECONDS, _OWN_IDLE_SECONDS = 10.0, 60.0
@@ -259,14 +261,21 @@ def wait_for_others(device: SharedDevice, num_alive: Callable[[], int] | None = 
     """Keeps what this process holds until those that were started beside it have taken their steps, too.
 
     Without a dry run all of them would train for hours, side by side. Here a process is done before another has begun.
-    One that ended without PyTorch never comes: `num_alive` says how many of this process's own still can.
+    One that ended without PyTorch never comes: `num_alive` says how many of this process's own still can. Without it,
+    those are waited for that were started beside this one, and do something: importing PyTorch is work.
     """
-    begun = since = time.monotonic()
-    last = -1
+    begun = since = idle_since = time.monotonic()
+    last, used = -1, 0.0
     while time.monotonic() - begun < _MOST_SECONDS:
         to_come, at_work, sign = device.others()
         if num_alive is not None:
             to_come = min(to_come, num_alive())
+        elif to_come:
+            now, now_used = time.monotonic(), _siblings_seconds(device.pids())
+            if now_used - used > _WORKING_SHARE * (now - idle_since):
+                idle_since, used = now, now_used
+            if now - idle_since > _QUIET_SECONDS:
+                to_come = 0
         if not to_come and not at_work:
             return
         if sign != last:
@@ -274,6 +283,20 @@ def wait_for_others(device: SharedDevice, num_alive: Callable[[], int] | None = 
         if time.monotonic() - since > (_START_SECONDS if to_come else _QUIET_SECONDS):
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _siblings_seconds(known: set[int]) -> float:
+    """Processor time of the processes that this one's parent has started beside it, without those that are known."""
+    import psutil
+
+    seconds = 0.0
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(os.getppid()).children():
+            if process.pid not in known:
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    seconds += times.user + times.system
+    return seconds
 
 
 def _is_alive(pid: int) -> bool:

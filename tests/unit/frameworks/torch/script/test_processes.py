@@ -1,5 +1,6 @@
 import atexit
 import multiprocessing
+import os
 import queue
 import shlex
 import subprocess
@@ -102,6 +103,9 @@ class Others:
     def __init__(self, *states):
         self._states = list(states)
 
+    def pids(self):
+        return set()
+
     def others(self):
         return self._states.pop(0) if len(self._states) > 1 else self._states[0]
 
@@ -132,6 +136,23 @@ def test_processes_that_ended_are_not_to_come(monkeypatch):
     module.wait_for_others(Others((2, 0, 0)), made.num_alive)
     process.join()
     assert made.num_alive() == 0
+
+
+@pytest.mark.parametrize("code", ["import time; time.sleep(600)", "while True: pass"])
+def test_a_sibling_that_does_nothing_is_not_waited_for(monkeypatch, code):
+    """One process of a script waits for another that the script has started, which never uses the device."""
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_MOST_SECONDS", 1.5)
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    sibling = subprocess.Popen([sys.executable, "-S", "-c", code])
+    begun = time.monotonic()
+    try:
+        module.wait_for_others(Others((1, 0, 0)))
+    finally:
+        sibling.kill()
+        sibling.wait()
+
+    assert (time.monotonic() - begun > 1.5) == ("while" in code)
 
 
 def test_processes_that_are_left_are_ended():
