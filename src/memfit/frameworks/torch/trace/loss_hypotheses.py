@@ -110,7 +110,7 @@ class Weighing:
         return self._residual(observation) <= observation.noise
 
     def weighs_both(self, observation: Observation) -> bool:
-        """Whether something counts in both parts: where one alone counts, the greater of two losses looks like a mean."""
+        """Whether something counts in both parts: where one alone does, the greater of two losses looks like a mean."""
         weights = self._weights(observation)
         return weights is not None and all(weights)
 
