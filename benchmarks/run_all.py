@@ -22,6 +22,7 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("dryrun_speed", (), ("--quick", "--repeats", "1")),
     ("dryrun_scripts", (), ("vae", "dqn")),
     ("cuda_snapshots", (), ()),
+    ("snapshot_steps", (), ()),
     ("cpu_accuracy", (), ()),
     ("t4_runs", (), ()),
     ("xmem_cnn", (), ()),

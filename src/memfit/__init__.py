@@ -31,6 +31,7 @@ from memfit.core.timeline import Timeline
 if TYPE_CHECKING:
     from memfit import jax, keras
     from memfit.api.data import ConvertOptions, bench_data, convert_data, inspect_data
+    from memfit.api.diff import diff
     from memfit.api.fit import fit
     from memfit.api.guard import Guard
     from memfit.api.rescue import rescue
@@ -74,6 +75,7 @@ __all__ = [
     "calibrate",
     "compare",
     "convert_data",
+    "diff",
     "dryrun",
     "ensemble",
     "estimate",
@@ -101,6 +103,7 @@ _LATE = {
     name: module
     for module, names in {
         "memfit.api.data": ("ConvertOptions", "bench_data", "convert_data", "inspect_data"),
+        "memfit.api.diff": ("diff",),
         "memfit.api.fit": ("fit",),
         "memfit.api.guard": ("Guard",),
         "memfit.api.rescue": ("rescue",),

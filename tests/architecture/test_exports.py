@@ -40,6 +40,7 @@ PUBLIC = [
     "calibrate",
     "compare",
     "convert_data",
+    "diff",
     "dryrun",
     "ensemble",
     "estimate",

@@ -17,7 +17,8 @@ ROWS = (
     ("allocator", "catalogue", "snapshots"),
     # A replay runs the allocator's model over what `snapshots` has read.
     ("snapshots.beginning",),
-    ("snapshots.replay",),
+    ("snapshots.replay", "snapshots.alignment", "snapshots.allocations"),
+    ("snapshots.difference",),
     (
         "frameworks",
         "frameworks.torch.internals",

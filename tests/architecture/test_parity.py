@@ -15,6 +15,8 @@ NAMES = {
     "data convert": "convert_data",
     "data inspect": "inspect_data",
     "devices": "list_devices",
+    "diff": "diff",
+    "diff --script": "diff",
     "dryrun": "dryrun",
     "estimate": "estimate",
     "max-batch": "max_batch",

@@ -33,6 +33,17 @@ JOB_FLAGS = [
 ]
 FLAGS = {
     "estimate": ["TARGET", *JOB_FLAGS, "--html"],
+    "diff": [
+        "SNAPSHOT",
+        "--device -d",
+        "--stack",
+        "--steps",
+        "--history",
+        "--json",
+        "--html",
+        "--job",
+        "--script",
+    ],
     "dryrun": [
         "--device -d",
         "--stack",

@@ -46,6 +46,7 @@ def _commands() -> dict[str, Command]:
         completion,
         data,
         devices,
+        diff,
         dryrun,
         estimate,
         max_batch,
@@ -64,6 +65,7 @@ def _commands() -> dict[str, Command]:
         "data": data,
         "verify": verify,
         "calibrate": calibrate,
+        "diff": diff,
         "devices": devices,
         "completion": completion,
     }

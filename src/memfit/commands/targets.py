@@ -184,7 +184,7 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
         changes["precision"] = arguments.precision
     if getattr(arguments, "inference", False):
         changes["mode"] = "inference"
-    if arguments.keep_outputs:
+    if getattr(arguments, "keep_outputs", False):
         changes["keep_outputs"] = True
     if getattr(arguments, "ddp", None) is not None:
         changes["data_parallel"] = arguments.ddp

@@ -1,6 +1,7 @@
 """The environment variables that memfit reads or sets, in one place."""
 
 import os
+import re
 
 RUN_REQUEST = "MEMFIT_RUN"
 """Set by `memfit run` for the script it starts: the path of the file with what this attempt is to be."""
@@ -21,6 +22,12 @@ def set_allocator_settings(text: str) -> None:
         os.environ[name] = text
     else:
         os.environ.pop(name, None)
+
+
+def cublas_workspace_bytes() -> int | None:
+    """What CUBLAS_WORKSPACE_CONFIG asks for, ":4096:2:16:8" in KiB and numbers; None where it says nothing."""
+    pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(size) * 1024 * int(count) for size, count in pairs) if pairs else None
 
 
 def run_request() -> str:

@@ -1,4 +1,4 @@
-"""The estimate, the dry run, the plan, or the supervised run as one web page that needs nothing but itself.
+"""An estimate, dry run, plan, supervised run or difference as one web page that needs nothing but itself.
 
 Style, script and data are inside the file; it opens from a disk with no network, and a content security policy made
 of the hashes of our own style and script lets a browser run nothing else. Data travels as JSON in an inert
@@ -20,6 +20,7 @@ from memfit.core.estimate import Estimate
 from memfit.core.plan import Plan
 from memfit.core.printing import printable
 from memfit.core.supervised import SupervisedRun
+from memfit.reports.diff import figures as diff_figures
 from memfit.reports.dryrun import figures as run_figures
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.payload import build_payload
@@ -28,16 +29,21 @@ from memfit.reports.parts import Report
 from memfit.reports.plan import figures as plan_figures
 from memfit.reports.plan.payload import build_plan_payload
 from memfit.reports.run import figures as supervised_figures
+from memfit.snapshots.difference import SnapshotDifference
 
 _SCRIPTS = {
     "page": ("document", "axes", "curves", "chart", "treemap", "tables", "run", "page"),
     "plan": ("document", "axes", "front", "timelines", "plan"),
     "supervised": ("document", "axes", "supervised"),
+    "diff": ("document", "diff"),
 }
-_STYLES = {"page": ("page",), "plan": ("page", "plan"), "supervised": ("page", "supervised")}
+_STYLES = {"page": ("page",), "plan": ("page", "plan"), "supervised": ("page", "supervised"), "diff": ("page", "diff")}
 
 
-def render_page(result: Estimate | DryRun | Plan | SupervisedRun) -> str:
+_Result = Estimate | DryRun | Plan | SupervisedRun | SnapshotDifference
+
+
+def render_page(result: _Result) -> str:
     """The page of a result as one string of HTML."""
     if isinstance(result, DryRun):
         return _render("page", run_figures.build_run_payload(result), run_figures.report(result))
@@ -46,10 +52,12 @@ def render_page(result: Estimate | DryRun | Plan | SupervisedRun) -> str:
     if isinstance(result, SupervisedRun):
         payload = supervised_figures.build_supervised_payload(result)
         return _render("supervised", payload, supervised_figures.report(result))
+    if isinstance(result, SnapshotDifference):
+        return _render("diff", diff_figures.build_diff_payload(result), diff_figures.report(result))
     return _render("page", build_payload(result), figures.report(result), figures.headline(result))
 
 
-def write_page(result: Estimate | DryRun | Plan | SupervisedRun, path: str | os.PathLike[str]) -> Path:
+def write_page(result: _Result, path: str | os.PathLike[str]) -> Path:
     """Write the page of a result to `path`, as `write_whole` does, and return the path."""
     return write_whole(lambda: render_page(result), path)
 

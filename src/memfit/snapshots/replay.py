@@ -12,7 +12,7 @@ Without them, new segments get rising addresses.
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from memfit.allocator.caching import NO_POOL_ID, CachingAllocator, PoolId, StreamPools
@@ -72,6 +72,8 @@ class SnapshotReplay:
         num_failures_matching: those for which the model was, too.
         num_unknown: frees of blocks, and blocks at the end, that fit into no segment that is known.
         difference: the first one, or None.
+        before: (allocated, reserved) bytes of the model and of the device before the first event.
+        levels: the same after each event. What is allocated is exact with the driver's addresses.
     """
 
     num_events: int
@@ -86,6 +88,8 @@ class SnapshotReplay:
     num_failures_matching: int
     num_unknown: int
     difference: Difference | None
+    before: tuple[int, int]
+    levels: tuple[tuple[int, int], ...] = field(repr=False)
 
     @property
     def is_exact(self) -> bool:
@@ -190,6 +194,8 @@ class _Replaying:
         self._begin(beginning)
         self._reserved = self._peak = self._simulated_peak = self._source.reserved
         self._before_batch = self._highest = self._reserved
+        self._levels: list[tuple[int, int]] = []
+        self._before = (self._model.allocated, self._reserved)
         self._source.watch = self._note
         if driver_addresses:
             self._source.place = self._place
@@ -223,6 +229,7 @@ class _Replaying:
                 if block is not None and not self._is_before_release():
                     del self._waiting[event.address or 0]
                     self._model.complete(block)
+            self._levels.append((self._model.allocated, self._reserved))
         self._empty_cache()
         return SnapshotReplay(
             num_events=len(self._events),
@@ -237,6 +244,8 @@ class _Replaying:
             num_failures_matching=self._num_failures_matching,
             num_unknown=self._num_unknown,
             difference=self._difference,
+            before=self._before,
+            levels=tuple(self._levels),
         )
 
     def _follow(self, event: Event) -> None:

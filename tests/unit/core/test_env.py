@@ -94,3 +94,13 @@ def test_the_number_of_ranks_on_this_machine(monkeypatch, given, expected):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
 
     assert env.num_local_ranks() == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(":4096:2:16:8", 8320 * 1024), (":16:8", 16 * 8 * 1024), (":0:0", 0), ("", None), ("nonsense", None)],
+)
+def test_the_workspace_of_cublas(monkeypatch, given, expected):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+
+    assert env.cublas_workspace_bytes() == expected

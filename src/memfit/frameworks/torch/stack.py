@@ -8,6 +8,7 @@ and, where those hold binaries alone, in the pull request that is named.
 import re
 from functools import cache
 
+from memfit.core import env
 from memfit.core.device import Device
 from memfit.core.stack import Stack, Version, default_cuda, read_version, since
 from memfit.core.units import KIB, MIB
@@ -75,9 +76,12 @@ def fuses_attention(stack: Stack) -> bool:
 
 
 def cublas_workspace_bytes(stack: Stack, capability: tuple[int, int]) -> int:
-    """Size of the workspace that PyTorch gives to each cuBLAS handle."""
+    """Size of the workspace that PyTorch gives to each cuBLAS handle; CUBLAS_WORKSPACE_CONFIG may ask for another."""
     if not since(stack.torch, _WORKSPACES_ARE_ALLOCATED):
         return 0
+    asked = env.cublas_workspace_bytes()
+    if asked is not None:
+        return asked
     return 32 * MIB if capability[0] in since(stack.torch, _LARGE_WORKSPACES) else 2 * 4096 * KIB + 8 * 16 * KIB
 
 

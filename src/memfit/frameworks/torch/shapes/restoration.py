@@ -49,8 +49,9 @@ class Restoration:
     def remember_optimizer(self, optimizer: Any) -> None:
         """An optimizer is about to step. Only its first step counts."""
         if id(optimizer) not in self._optimizers and isinstance(optimizer, torch.optim.Optimizer):
-            # Clones are safe from changes in place.
-            state = {parameter: map_tensors(held, torch.clone) for parameter, held in optimizer.state.items()}
+            # Clones are safe from changes in place, and are none of the program's memory.
+            with internals.disable_torch_function(), internals.disable_current_modes():
+                state = {parameter: map_tensors(held, torch.clone) for parameter, held in optimizer.state.items()}
             self._optimizers[id(optimizer)] = (weakref.ref(optimizer), state)
 
     def restore(self) -> None:

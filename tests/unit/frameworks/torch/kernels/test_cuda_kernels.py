@@ -8,12 +8,21 @@ from torch import nn
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import LACKS_PRECISION
 from memfit.core.timeline import Category, Phase
-from memfit.core.units import KIB
+from memfit.core.units import KIB, MIB
 from tests.unit.frameworks.torch.builders import cuda, forward_blocks, made_in, observe, run
 
 
 def workspaces(blocks, op=""):
     return [b.size_bytes for b in blocks if b.category is Category.WORKSPACE and b.op.endswith(op)]
+
+
+@pytest.mark.parametrize(("asked", "sizes"), [(":4096:8", [32 * MIB] * 2), (":0:0", []), ("unknown", [8320 * KIB] * 2)])
+def test_the_workspace_that_the_environment_asks_for(monkeypatch, asked, sizes):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", asked)
+
+    traced = run(nn.Linear(8, 8), torch.empty(4, 8), optimizer=torch.optim.Adam, device=cuda(7, 5))
+
+    assert [b.size_bytes for b in traced.timeline.blocks if b.op == "cuBLAS workspace"] == sizes
 
 
 def test_each_thread_that_multiplies_has_one_workspace_for_good():

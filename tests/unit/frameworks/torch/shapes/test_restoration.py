@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+import memfit
 from memfit.frameworks.torch.shapes import unsimulated
 from memfit.frameworks.torch.shapes.patching import replaced
 from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
@@ -415,3 +416,25 @@ def test_a_visit_keeps_them_too():
 
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == numbers
+
+
+def test_the_state_that_is_kept_is_no_memory_of_the_program():
+    # GIVEN an optimizer whose state is there before its first step
+    class Ready(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter] = {"moment": torch.zeros_like(parameter)}
+
+        @torch.no_grad()
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["moment"].add_(parameter.grad)
+
+    with memfit.simulate("t4") as device:
+        layer = nn.Linear(8, 8).cuda()
+        optimizer = Ready(layer.parameters())
+        layer(torch.zeros(4, 8).cuda()).sum().backward()
+        optimizer.step()
+
+    assert [b.op for b in device.estimate().timeline.blocks if "clone" in b.op] == []

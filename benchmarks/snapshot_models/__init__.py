@@ -1,0 +1,1 @@
+"""The programs behind snapshots that others published, written anew from their descriptions."""

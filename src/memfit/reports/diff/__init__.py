@@ -1,0 +1,1 @@
+"""A real device's snapshot against a simulation."""
