@@ -16,6 +16,7 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels.autocast import Autocast
 from memfit.frameworks.torch.kernels.cuda_kernels import capability_name
 from memfit.frameworks.torch.kernels.fallbacks import Report
+from memfit.frameworks.torch.kernels.linear_layers import linear
 from memfit.frameworks.torch.kernels.recurrent import fused_rms_norm, host_lstm, recurrent_interceptors
 from memfit.frameworks.torch.shapes.interception import Interceptor, call_plain
 from memfit.frameworks.torch.shapes.shapes import HALVES, Operator
@@ -253,6 +254,7 @@ def cuda_interceptors(
     """What a CUDA device decides above autograd."""
     return {
         **autocast.interceptors(),
+        "linear": linear(autocast),
         "scaled_dot_product_attention": (
             cuda_attention(capability, autocast, report) if fuses_attention else _math_attention(autocast)
         ),
@@ -267,6 +269,7 @@ def host_interceptors(autocast: Autocast) -> dict[str, Interceptor]:
     """What the CPU decides above autograd."""
     return {
         **autocast.interceptors(),
+        "linear": linear(autocast),
         "scaled_dot_product_attention": host_attention(autocast),
         "lstm.input": host_lstm,
     }

@@ -120,6 +120,12 @@ class Autocast:
 
         return map_nested(value, cast)
 
+    def lower(self, values: Any) -> Any:
+        """`values` as an operator that runs in lower precision gets them."""
+        dtype = self.dtype
+        self.was_used |= dtype is not None
+        return values if dtype is None else self.cast(values, dtype)
+
     def suspended_call(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
         """Calls `op` with casts off but every other interception on."""
         self._suspended += 1
@@ -129,12 +135,12 @@ class Autocast:
             self._suspended -= 1
 
     def _lower(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
-        self.was_used |= self.dtype is not None
-        return self._float32(op, *args, to=self.dtype, **kwargs)
+        return call_plain(op, *self.lower(args), **{name: self.lower(value) for name, value in kwargs.items()})
 
-    def _float32(self, op: Operator, *args: Any, to: torch.dtype | None = torch.float32, **kwargs: Any) -> Any:
-        if self.dtype is None or to is None:
+    def _float32(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is None:
             return call_plain(op, *args, **kwargs)
+        to = torch.float32
         return call_plain(op, *self.cast(args, to), **{name: self.cast(value, to) for name, value in kwargs.items()})
 
     def _by_dtype(self, op: Operator, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ cuDNN's convolutions: tensor-core kernels work on channels-last data; given chan
 weight and output in the workspace, with channels padded to the width of a load.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -15,17 +16,22 @@ import torch
 from memfit.core.device import Device
 from memfit.core.estimate import LACKS_PRECISION
 from memfit.core.timeline import Category, Phase
-from memfit.frameworks.torch.kernels import recurrent
+from memfit.core.units import KIB
+from memfit.frameworks.torch.kernels import attention_kernels, index_kernels, recurrent
 from memfit.frameworks.torch.kernels.fallbacks import Report, Rule
+from memfit.frameworks.torch.kernels.reduction_rules import Reductions
 from memfit.frameworks.torch.shapes.recorder import Recorder
-from memfit.frameworks.torch.shapes.shapes import HALVES, Arguments, Operator, Options, is_mask, size_bytes
+from memfit.frameworks.torch.shapes.shapes import HALVES, META, Arguments, Operator, Options, size_bytes
 from memfit.frameworks.torch.stack import cublas_workspace_bytes, cublaslt_workspace, stack_of
 
 _GEMMS = ("mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_addmm_activation", "linear")
 # Compute capabilities from which on there is arithmetic in these (CUDA C++ Programming Guide).
 _BFLOAT16, _FLOAT8 = (8, 0), (8, 9)
-# Up to so many indices, the gradient of an embedding is summed without sorting them.
-_UNSORTED_INDICES = 3072
+# The first release whose layer norm sums the gradients of weight and bias in parts.
+_PARTIAL_LAYER_NORM = (2, 8)
+_WARP = 32
+# Elements that a block of a foreach operator works on (MultiTensorApply.cuh).
+_CHUNK = 64 * KIB
 
 
 class CudaInternals:
@@ -36,11 +42,14 @@ class CudaInternals:
         stack = stack_of(device)
         self._workspace_bytes = cublas_workspace_bytes(stack, self._capability)
         self._lt_workspace_bytes, self._keeps_lt_workspace = cublaslt_workspace(stack)
+        self._torch = stack.torch
         self._recorder = recorder
         self._report = report
         self._has_bfloat16 = self._capability >= _BFLOAT16
         self._threads_with_workspace: set[bool] = set()
         self._threads_with_lt_workspace: set[bool] = set()
+        self._reductions = Reductions(device)
+        self._num_multiprocessors = device.num_multiprocessors
 
     def table(self) -> dict[str, Any]:
         """Bytes taken inside, by operator name."""
@@ -49,19 +58,22 @@ class CudaInternals:
             "aten::addmm": self._addmm,
             "aten::convolution": lambda args, out: self._convolution(args[:2], args[0], args[1], out, args[8]),
             # One workspace, the same for both passes.
-            "aten::convolution_backward": lambda args, out: self._convolution(
-                args[:3], args[1], args[2], args[0], args[9]
-            ),
+            "aten::convolution_backward": self._convolution_backward,
             # The softmax itself and a boolean mask of its -inf inputs; the output is a third tensor (SoftMax.cpp).
             "aten::_safe_softmax": lambda args, out: [size_bytes(out), args[0].numel()],
             # The product of gradient and output (native/cuda/SoftMax.cu).
             "aten::_softmax_backward_data": lambda args, out: [size_bytes(args[0])],
-            "aten::embedding_dense_backward": _embedding_backward,
-            **dict.fromkeys(
-                ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), _mask_indices
+            "aten::embedding_dense_backward": index_kernels.embedding_backward,
+            "aten::index": index_kernels.indexing,
+            **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), index_kernels.index_put),
+            "aten::_scaled_dot_product_flash_attention_backward": attention_kernels.flash_backward,
+            "aten::_scaled_dot_product_efficient_attention": attention_kernels.efficient_forward,
+            "aten::_scaled_dot_product_efficient_attention_backward": lambda args, out: (
+                attention_kernels.efficient_backward(args, self._capability)
             ),
-            "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-            "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+            "aten::native_layer_norm_backward": self._layer_norm_backward,
+            "aten::_foreach_norm": _norms,
+            **self._reductions.table(),
         }
 
     def rules(self) -> dict[str, Rule]:
@@ -70,6 +82,7 @@ class CudaInternals:
             "aten::_cudnn_rnn": recurrent.forward_rule,
             "aten::_cudnn_rnn_backward": recurrent.backward_rule,
             "aten::_scaled_mm": self._scaled_product,
+            "aten::log_sigmoid_forward": _log_sigmoid,
         }
 
     def _scaled_product(self, func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
@@ -114,6 +127,26 @@ class CudaInternals:
             self._recorder.add_permanent(self._lt_workspace_bytes, "cuBLASLt workspace", Category.WORKSPACE)
         return sizes
 
+    def _convolution_backward(self, args: Arguments, out: Any) -> list[int]:
+        """Those of the two gradients, then the sum that is the bias's."""
+        inside = self._convolution(args[:3], args[1], args[2], args[0], args[9])
+        if not args[10][2]:
+            return inside
+        ends = [~place for place in range(len(inside) - 1, -1, -1)]
+        sums = self._reductions.sum_over(args[0], (0, *range(2, args[0].dim())))
+        return [*inside, *ends, *(size if size >= 0 else size - len(inside) for size in sums)]
+
+    def _layer_norm_backward(self, args: Arguments, out: Any) -> list[int]:
+        """Partial gradients of weight and bias, where rows are many and columns few (layer_norm_kernel.cu)."""
+        if self._torch < _PARTIAL_LAYER_NORM or self._num_multiprocessors is None:
+            return []
+        columns = prod(args[2])
+        rows = args[1].numel() // max(1, columns)
+        if rows <= 64 * KIB or columns // _WARP >= self._num_multiprocessors // 2:
+            return []
+        num_parts = min(32 * KIB // -(-columns // _WARP), -(-rows // 32))
+        return [num_parts * size_bytes(gradient) for gradient in out[1:] if gradient is not None]
+
     def _convolution(
         self, operands: tuple[Any, ...], data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int
     ) -> list[int]:
@@ -147,42 +180,12 @@ def capability_name(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _embedding_backward(args: Arguments, out: Any) -> list[int]:
-    """Sorted indices and float32 sums of their segments, where they are many (EmbeddingBackwardKernel.cu)."""
-    indices, num_weights = args[1], args[2]
-    count = indices.numel()
-    if count <= _UNSORTED_INDICES:
-        return []
-    # A thread sums ten rows, so that a segment may be split between threads.
-    num_segments = count // 10 + min(count, num_weights)
-    return [*[size_bytes(indices)] * 4, num_segments * args[0].shape[-1] * 4]
+def _norms(args: Arguments, out: Any) -> list[int]:
+    """A partial norm for each chunk, as many for each tensor as the largest has (ForeachReduceOp.cu)."""
+    largest = max((tensor.numel() for tensor in args[0]), default=0)
+    return [len(args[0]) * -(-largest // _CHUNK) * (8 if args[0][0].dtype is torch.float64 else 4)] if largest else []
 
 
-def _mask_indices(args: Arguments, out: Any) -> list[int]:
-    """Boolean masks become indices, at most one per element and dimension (native/IndexingUtils.h)."""
-    if len(args) > 2 and args[2].numel() == 1:
-        return []
-    return [index.numel() * index.dim() * 8 for index in args[1] if is_mask(index)]
-
-
-def _flash_backward(args: Arguments, out: Any) -> list[int]:
-    """A float32 accumulator of the query's gradient and a row sum, sequences padded to 128 (flash_api.cpp)."""
-    query, key = args[1], args[2]
-    batch, heads, length, head = query.shape
-    padded = -(-length // 128) * 128
-    padded_head = -(-head // 32) * 32
-    sizes = [batch * heads * padded * padded_head * 4, batch * heads * padded * 4]
-    if key.shape[1] != heads:
-        # Grouped queries: gradients of keys and values are made for every head and then summed.
-        sizes += [batch * heads * key.shape[2] * head * key.element_size()] * 2
-    return sizes
-
-
-def _efficient_backward(args: Arguments, out: Any) -> list[int]:
-    """Row sums and, in half precision, a float32 accumulator of the query's gradient (attention_backward.cu)."""
-    query = args[1]
-    batch, heads, length, head = query.shape
-    sizes = [batch * heads * length * 4]
-    if query.dtype is not torch.float32:
-        sizes.append(batch * heads * length * head * 4)
-    return sizes
+def _log_sigmoid(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
+    """The output, and a buffer that only the CPU fills (native/Activation.cpp)."""
+    return torch.empty_like(args[0], device=META), torch.empty(0, dtype=args[0].dtype, device=META)

@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from memfit.core.units import MIB, format_size
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels import convolution_layout, recurrent
 from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.origin import calling_frames
@@ -31,6 +32,8 @@ STAND_IN = "stand-in-value"
 NO_RULE = "no-shape-rule"
 # Attribute of a boolean tensor that `all()` made.
 _IS_ALL = "_memfit_is_all"
+# The key of a backend that has none of PyTorch's kernels, so that those for all backends run.
+_NO_BACKEND = internals.DispatchKeySet(internals.DispatchKey.PrivateUse1)
 _MAX_FRAMES = 27
 _LARGEST_HOST_RUN_BYTES = 256 * MIB
 
@@ -273,6 +276,20 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss_backward"), _byte_classes),
     "torchvision::nms": _kept_boxes,
 }
+
+
+def _of_others(func: Operator, *args: Any, **kwargs: Any) -> Any:
+    return func.redispatch(_NO_BACKEND, *args, **kwargs)
+
+
+COMPOSITIONS = {
+    f"aten::{name}": _of_others
+    for name in """
+    logsumexp count_nonzero binary_cross_entropy_with_logits soft_margin_loss_backward dist _euclidean_dist mvlgamma
+    """.split()  # noqa: SIM905
+}
+"""Operators without a kernel of their own on any device: below autograd they are made of others that take memory
+(CompositeExplicitAutograd in native_functions.yaml)."""
 
 
 def without_rule(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:

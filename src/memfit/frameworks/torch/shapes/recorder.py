@@ -94,10 +94,23 @@ class Recorder:
             self._origins[index] = origin
 
     def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
-        """Blocks that live only inside one operator."""
-        started = [self._start(size, op, category) for size in sizes_bytes if size > 0]
-        for index in reversed(started):
-            self._end(index)
+        """Blocks that live only inside one operator; ~i among the sizes ends the i-th block before the others."""
+        started: list[int | None] = []
+        try:
+            for size in sizes_bytes:
+                if size >= 0:
+                    started.append(self._start_transient(size, op, category) if size else None)
+                    continue
+                index, started[~size] = started[~size], None
+                if index is not None:
+                    self._end(index)
+        finally:
+            for index in reversed(started):
+                if index is not None:
+                    self._end(index)
+
+    def _start_transient(self, size_bytes: int, op: str, category: Category) -> int | None:
+        return self._start(size_bytes, op, category)
 
     def add_permanent(self, size_bytes: int, op: str, category: Category) -> None:
         """A block that nothing ever frees, such as a library's workspace."""
@@ -154,6 +167,10 @@ class Recorder:
     def block_of(self, tensor: Any) -> int | None:
         """The number of the live block that holds `tensor`; None where it is in no block."""
         return self._index_of.get(tensor.untyped_storage()._cdata)
+
+    def op_of(self, index: int) -> str:
+        """The operator that made a block."""
+        return self._ops[index]
 
     @property
     def tick(self) -> int:

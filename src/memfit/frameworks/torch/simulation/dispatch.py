@@ -17,6 +17,7 @@ from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.kernels.assumed_values import Draws, Readings, Selections, SizeBounds
 from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.device_labels import BARE, Places
+from memfit.frameworks.torch.shapes.formulas import Formulas
 from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.recorder import Recorder, is_accumulated_in_place, references_of_sole_owner
 from memfit.frameworks.torch.shapes.shapes import META, Arguments, Behaviour, Operator, Options, map_nested
@@ -99,6 +100,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         self._rules = {**fallbacks.RULES, **rules}
         self._host_is_device = host_is_device
         self._bounds = SizeBounds()
+        self._formulas = Formulas(recorder)
         # Found out here, where no mode is on.
         self._sole_owner = references_of_sole_owner()
         self._depends_on_data = False
@@ -137,8 +139,11 @@ class SimulatedOperators(internals.TorchDispatchMode):
             kwargs = {**kwargs, "device": META}
         kind = shapes.behaviour(func)
         # A user's own autograd function runs its forward pass without gradients, but its node has been made already.
-        if torch.is_grad_enabled() or internals.current_autograd_node() is None:
+        node = None if torch.is_grad_enabled() else internals.current_autograd_node()
+        if node is None:
             self._origin.remember()
+        else:
+            self._formulas.enter(node)
         if kind is Behaviour.VIEW:
             return func(*args, **kwargs)
         if kind is Behaviour.COMPOSITE and func._schema.name not in self._rules:
@@ -154,11 +159,10 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if foreign:
             args, kwargs = self._bring_over(func, args, kwargs)
         if func is _ADD and is_accumulated_in_place(args, kwargs, self._sole_owner):
-            if self._values is not None:
-                self._values.forget(args[0])
-            if self.on_run is not None:
-                self.on_run(func, args, kwargs, args[0])
-            return args[0]
+            return self._ran_in_place(func, args, kwargs)
+        if node is not None and self._formulas.runs_in_place(func, args):
+            self._record(func, args, args[0], fresh=False)
+            return self._ran_in_place(func, args, kwargs)
         composition = self.compositions.get(func._schema.name)
         if composition is not None:
             with self:
@@ -178,6 +182,14 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if self.on_run is not None and not self._taken_apart:
             self.on_run(func, args, kwargs, out)
         return out
+
+    def _ran_in_place(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
+        """The first argument, which holds the output of an operator that isn't in place itself."""
+        if self._values is not None:
+            self._values.forget(args[0])
+        if self.on_run is not None:
+            self.on_run(func, args, kwargs, args[0])
+        return args[0]
 
     def _run_on_device(self, func: Operator, args: Arguments, kwargs: Options, kind: Behaviour) -> Any:
         if func.namespace == "c10d":

@@ -72,24 +72,14 @@ class LiveRecorder(Recorder):
         """Allocations and frees so far."""
         return len(self._allocated)
 
-    def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
-        """Blocks that live only inside one operator; cuDNN does without a workspace where there is no room for it."""
-        optional = is_optional(category, op)
-        started: list[int] = []
-        try:
-            for size_bytes in sizes_bytes:
-                if size_bytes <= 0:
-                    continue
-                index = self._try_start(size_bytes, op, category)
-                if index is not None:
-                    started.append(index)
-                elif optional:
-                    self.dropped_workspace = True
-                else:
-                    raise self._refuse(size_bytes, op)
-        finally:
-            for index in reversed(started):
-                self._end(index)
+    def _start_transient(self, size_bytes: int, op: str, category: Category) -> int | None:
+        """Starts a block inside an operator; cuDNN does without a workspace where there is no room for it."""
+        index = self._try_start(size_bytes, op, category)
+        if index is None:
+            if not is_optional(category, op):
+                raise self._refuse(size_bytes, op)
+            self.dropped_workspace = True
+        return index
 
     def tidy(self) -> "Tidied | None":
         """Forgets what is long gone and had no part in the peak, where there is much of it; None where there isn't.

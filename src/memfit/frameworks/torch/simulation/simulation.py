@@ -107,7 +107,7 @@ class Simulation:
         )
         self.stack = stack_of(device)
         self.quantized = Quantized(device, self.places, self.notes.report, self.is_on)
-        self.operators.compositions = self.quantized.compositions(on_cuda=on_cuda)
+        self.operators.compositions = {**fallbacks.COMPOSITIONS, **self.quantized.compositions(on_cuda=on_cuda)}
         self._capability = capability = device.capability or (8, 0)
         self._on_cuda = on_cuda
         self._interceptors = (

@@ -1,4 +1,5 @@
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import LACKS_PRECISION
+from memfit.core.stack import read_stack
 from memfit.core.timeline import Category, Phase
 from memfit.core.units import KIB, MIB
 from tests.unit.frameworks.torch.builders import cuda, forward_blocks, made_in, observe, run
@@ -72,20 +74,6 @@ def test_the_gradient_of_flash_attention_accumulates_in_float32():
     # THEN both are padded in the accumulator, and the length in the row sums
     sizes = workspaces(made_in(traced, Phase.BACKWARD), "flash_attention_backward")
     assert sizes == [2 * 3 * 128 * 64 * 4, 2 * 3 * 128 * 4]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.float32, [2 * 3 * 100 * 4]), (torch.float16, [2 * 3 * 100 * 4, 2 * 3 * 100 * 40 * 4])],
-)
-def test_the_gradient_of_efficient_attention(dtype, expected):
-    def loss(model, batch):
-        mixed = model(batch)
-        return F.scaled_dot_product_attention(mixed, mixed, mixed).float().sum()
-
-    traced = run(nn.Linear(40, 40, dtype=dtype), torch.empty(2, 3, 100, 40, dtype=dtype), loss=loss, device=cuda(7, 5))
-
-    assert workspaces(made_in(traced, Phase.BACKWARD), "efficient_attention_backward") == expected
 
 
 def test_a_mask_becomes_indices():
@@ -229,3 +217,34 @@ def test_operands_in_another_layout_are_copied():
 
     # THEN the weight is copied into the layout of the input, for as long as the convolution takes
     assert CHANNELS * 8 * 9 * 4 in convolution_workspaces(traced)
+
+
+# 32 rows to a part; beyond 65,536 rows, and for columns too few to fill half of the 72 multiprocessors.
+@pytest.mark.parametrize(
+    ("rows", "columns", "stack", "expected"),
+    [
+        (65_568, 64, "torch2.13", [2049 * 64 * 4] * 2),
+        (65_536, 64, "torch2.13", []),
+        (65_568, 64, "torch2.6", []),
+    ],
+)
+def test_layer_norm_of_many_rows_sums_gradients_in_parts(rows, columns, stack, expected):
+    device = replace(cuda(7, 5), num_multiprocessors=72, stack=read_stack(stack))
+
+    traced = run(nn.LayerNorm(columns), torch.empty(rows, columns), device=device)
+
+    assert workspaces(made_in(traced, Phase.BACKWARD), "layer_norm_backward") == expected
+
+
+def test_norms_of_many_tensors_have_as_many_parts_as_the_largest():
+    tensors = [torch.empty(3), torch.empty(200_000)]
+
+    _, traced = observe(lambda *given: torch.nn.utils.get_total_norm(given) is None, *tensors)
+
+    assert workspaces(forward_blocks(traced), "_foreach_norm") == [2 * 4 * 4]
+
+
+def test_logarithms_of_sigmoids_have_a_buffer_on_the_cpu_alone():
+    _, traced = observe(lambda x: F.logsigmoid(x) is None, torch.empty(1000))
+
+    assert [b.size_bytes for b in forward_blocks(traced)] == [4000]

@@ -507,3 +507,17 @@ def test_classes_may_be_bytes():
         made, usual = rule(kernel, (logits, classes, *arguments), {}, None), kernel(logits, integers, *arguments)
         assert [(part.shape, part.dtype) for part in made] == [(part.shape, part.dtype) for part in usual]
     assert rule(kernel, (logits, integers, None, 1, -100), {}, None) is NotImplemented
+
+
+def forward_sizes(work, count):
+    """Operators of a forward pass that make a block of `count` float32 numbers."""
+    _, traced = observe(lambda x: work(x) is None, torch.empty(count))
+    return [b.op for b in forward_blocks(traced) if b.size_bytes == 4 * count]
+
+
+def test_operators_made_of_others_take_what_these_take():
+    # GIVEN exponentials in the tensor of differences; losses in a second tensor beside the logarithms
+    assert forward_sizes(lambda x: x.logsumexp(0), 1000) == ["aten.sub"]
+    made = forward_sizes(lambda x: F.binary_cross_entropy_with_logits(x, x), 1000)
+    assert len(made) == 2
+    assert made[0] == "aten.log_sigmoid_forward"

@@ -1,0 +1,104 @@
+"""Memory that CUDA's fused attention kernels take for themselves.
+
+Flash attention: flash_api.cpp. Memory-efficient attention: transformers/cuda/attention_backward.cu for what is
+allocated, mem_eff_attention/kernel_backward.h for the workspace, kernels/generate_kernels.py for the sizes of blocks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from memfit.frameworks.torch.shapes.shapes import HALVES, Arguments, size_bytes
+
+# Devices whose blocks of threads have 160 KiB of shared memory or more, and Volta, whose kernels need less: they run
+# the variants with 128 rows (CUDA C++ Programming Guide, technical specifications per compute capability).
+_ROOMY = {(7, 0), (8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
+# Lock and counter before the accumulator of a tile of the query's gradient, padded to 128 bits.
+_TILE_HEADER_BYTES = 16
+
+
+class Blocks(NamedTuple):
+    """Rows of queries and of keys that a block of threads works on, and whether it holds its results in registers."""
+
+    queries: int
+    keys: int
+    in_registers: bool
+
+
+def flash_backward(args: Arguments, out: Any) -> list[int]:
+    """A float32 accumulator of the query's gradient and a row sum, sequences padded to 128."""
+    query, key = args[1], args[2]
+    batch, heads, length, head = query.shape
+    padded = -(-length // 128) * 128
+    padded_head = -(-head // 32) * 32
+    sizes = [batch * heads * padded * padded_head * 4, batch * heads * padded * 4]
+    if key.shape[1] != heads:
+        # Grouped queries: gradients of keys and values are made for every head and then summed.
+        sizes += [batch * heads * key.shape[2] * head * key.element_size()] * 2
+    return sizes
+
+
+def efficient_forward(args: Arguments, out: Any) -> list[int]:
+    """In half precision heads of more than 128 are summed up in memory, in float32 (kernel_forward.h)."""
+    value = args[2]
+    batch, heads, length, head = args[0].shape
+    if value.dtype not in HALVES or max(head, value.shape[-1]) <= 128:
+        return []
+    return [batch * heads * length * value.shape[-1] * 4]
+
+
+def efficient_backward(args: Arguments, capability: tuple[int, int]) -> list[int]:
+    """Row sums of gradient times output, and tiles in which gradients are summed up."""
+    gradient, query, key, value, _, out = args[:6]
+    batch, heads, length, head = query.shape
+    rows_bytes = batch * heads * length * 4
+    is_half = query.dtype in HALVES
+    dropout = args[9] if len(args) > 9 else 0.0
+    blocks = efficient_blocks(max(head, value.shape[-1]), capability, is_half=is_half, has_dropout=dropout > 0)
+    copied = [] if gradient.transpose(1, 2).is_contiguous() else [size_bytes(gradient)]
+    first = len(copied)
+    if is_half and (blocks.in_registers or capability >= (7, 5)):
+        # The kernel makes the row sums itself.
+        sums = [rows_bytes]
+    else:
+        # The product of gradient and output, its sums, and these with heads before rows.
+        product = out.numel() * 4
+        casts = [product, product] if is_half else []
+        kept = first + len(casts) + 2
+        sums = [*casts, product, rows_bytes, rows_bytes, *(~place for place in range(kept - 1, first - 1, -1))]
+    return [*copied, *sums, workspace_bytes(query, key, value, blocks, is_half=is_half)]
+
+
+def efficient_blocks(head: int, capability: tuple[int, int], *, is_half: bool, has_dropout: bool) -> Blocks:
+    """Sizes of the blocks of the first kernel that takes heads of this size on this device."""
+    if head <= 64:
+        return Blocks(64, 64, in_registers=is_half)
+    is_ampere = capability >= (8, 0)
+    if capability in _ROOMY and (is_half or is_ampere):
+        in_registers = is_half and head <= 128
+        return Blocks(128, 128 if in_registers and is_ampere else 64, in_registers)
+    if is_half and head <= 96 and capability in ((8, 6), (8, 9)) and not has_dropout:
+        return Blocks(128, 64, in_registers=True)
+    return Blocks(64, 64, in_registers=False)
+
+
+def workspace_bytes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, *, is_half: bool
+) -> int:
+    """Accumulators of gradients, in float32, for every sequence and head.
+
+    The query's gradient has contributions from every block of keys. In half precision, where it isn't held in
+    registers, that of keys and values is summed up in memory as well, for each part of the keys that runs on its own.
+    """
+    batch, heads, length, head = query.shape
+    num_keys = key.shape[2]
+    tile = blocks.queries * blocks.queries * 4 + _TILE_HEADER_BYTES
+    total = -(-length // blocks.queries) * -(-head // blocks.queries) * tile
+    if is_half and not blocks.in_registers:
+        splits = -(-num_keys // blocks.keys)
+        if batch * heads >= 256 and num_keys <= 2 * blocks.keys:
+            splits = 1
+        splits = max(1, min(splits, 200 // (batch * heads)))
+        columns = sum(-(-size // blocks.queries) * blocks.queries for size in (head, value.shape[-1]))
+        total += splits * blocks.keys * columns * 4
+    return batch * heads * -(-total // 16) * 16
