@@ -236,7 +236,9 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
     if device.kind is Kind.CUDA:
         # Nobody asks for its statistics: the trace has its own record.
         memory = LiveAllocator(AllocatorOptions(), None)
-        given += cuda_replacements(CudaDevices(device, count), memory, report, simulation.look)
+        devices = CudaDevices(device, count)
+        given += cuda_replacements(devices, memory, report, simulation.look)
+        recorder.current_stream = lambda: devices.current_stream()
     simulation.look.know_host()
     with replaced(given), warnings.catch_warnings():
         # Hooks on views matter to values, and there are none: whoever runs the step is told by PyTorch.

@@ -6,6 +6,7 @@ PyTorch's own Python code asks functions of its C extension, which a build witho
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ class CudaDevices:
         """How many there are, hidden ones included."""
         self.assumed = 0
         """How many are taken to be there when the program names one."""
+        self.current_stream: Callable[[], int] = lambda: 0
+        """The number of this thread's current stream on its current device; 0 is the default one."""
         self._current = threading.local()
         self._process_id = os.getpid()
         # A machine without a GPU may hide all devices from the start; only what the program sets means anything.

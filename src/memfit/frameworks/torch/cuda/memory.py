@@ -149,7 +149,7 @@ class CudaMemory:
 
     def allocate_raw(self, size_bytes: int, stream: int = 0) -> int:
         """An address, as `torch.cuda.caching_allocator_alloc` gives to other libraries."""
-        block = self._memory.malloc(size_bytes)
+        block = self._memory.malloc(size_bytes, stream)
         if block is None:
             raise torch.OutOfMemoryError(out_of_memory_message(self._devices.device, self._memory, size_bytes))
         address = next(self._addresses)

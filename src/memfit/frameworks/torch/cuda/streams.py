@@ -1,7 +1,8 @@
 """Streams, events and graphs of a device on which everything is done at once.
 
-There is one queue, so that a stream is only a name, an event has always happened, and a graph is what ran while it was
-captured. Memory is as if all work were on one stream: blocks that a second stream uses return later on a real device.
+There is one queue, so that an event has always happened, and a graph is what ran while it was captured. A stream is a
+name for memory: what is allocated while it is the current one comes from its own pools, as on a real device. Blocks
+that a second stream uses (`record_stream`) return later there.
 """
 
 import itertools
@@ -20,6 +21,8 @@ GRAPH_AS_EAGER = "graph-as-eager"
 _ELAPSED_MILLISECONDS = 1.0
 # c10::DeviceType::CUDA
 _CUDA = 1
+# Streams of each priority are taken from so many, in turn (c10/cuda/CUDAStream.cpp).
+_STREAMS_PER_POOL = 32
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
@@ -40,7 +43,7 @@ class _Stream:
     _devices: CudaDevices
     _current: "_CurrentStreams"
     _event: "type[_Event]"
-    _numbers: "itertools.count[int]"
+    _made: "tuple[itertools.count[int], itertools.count[int]]"
 
     def __init__(
         self,
@@ -56,7 +59,8 @@ class _Stream:
             device_index = _index_of(self._devices, device)
         self._devices.check(device_index)
         if stream_id is None:
-            stream_id = stream_ptr or next(self._numbers)
+            first = 1 if priority >= 0 else 1 + _STREAMS_PER_POOL
+            stream_id = stream_ptr or first + next(self._made[priority >= 0]) % _STREAMS_PER_POOL
         self.stream_id = self.cuda_stream = self.native_handle = stream_id
         self.device_index = device_index
         self.device_type = device_type
@@ -199,8 +203,10 @@ def _either(plain: type, base: type, make: Callable[..., Any]) -> type:
 def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]) -> list[Replacement]:
     """Everything about streams, events and graphs that PyTorch lacks without a device."""
     current, numbers = _CurrentStreams(), itertools.count(1)
+    devices.current_stream = lambda: current.get(devices.current)
     event: Any = type("Event", (_Event,), {"_devices": devices, "_numbers": numbers})
-    shared = {"_devices": devices, "_numbers": numbers, "_current": current, "_event": event}
+    made = itertools.count(), itertools.count()
+    shared = {"_devices": devices, "_made": made, "_current": current, "_event": event}
     stream: Any = type("Stream", (_Stream,), shared)
     external: Any = type(
         "ExternalStream",

@@ -93,6 +93,7 @@ class Session:
             simulation.notes.report(ALLOCATOR_SETTINGS, text)
 
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, lambda: configure(report))
+        self.recorder.current_stream = lambda: self.devices.current_stream()
         self.simulation = simulation = Simulation(device, self.recorder, self.origin, scripted=True)
         simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
         simulation.look.is_large_weight = LargeWeights(simulation.notes.report)

@@ -48,6 +48,9 @@ class Recorder:
         self._origin = origin
         self.at_most = False
         """Whether the sizes of blocks that start now are upper bounds."""
+        self.current_stream: Callable[[], int] = lambda: 0
+        """The number of the stream on which blocks start now; 0 is the default one."""
+        self._streams: dict[int, int] = {}
         self._bounded: set[int] = set()
         self.permanent: set[int] = set()
         """Blocks that nothing ever frees."""
@@ -203,6 +206,9 @@ class Recorder:
         self._ops.append(op)
         self._origins.append(self._origin())
         self.events.append(index)
+        stream = self.current_stream()
+        if stream:
+            self._streams[index] = stream
         if self.at_most:
             self._bounded.add(index)
         return index
@@ -233,6 +239,7 @@ class Recorder:
             setattr(self, name, [column[index] for index in kept])
         self.permanent = {number[index] for index in self.permanent}
         self._bounded = {number[index] for index in self._bounded if index in number}
+        self._streams = {number[index]: stream for index, stream in self._streams.items() if index in number}
         self._refs = {number[index]: reference for index, reference in list(self._refs.items())}
         for index, reference in list(self._refs.items()):
             reference.index = index
@@ -301,10 +308,9 @@ class Recorder:
     def _block(self, index: int, start: int, end: int | None) -> Block:
         module, source = self._origins[index]
         category = self.categories[index] or Category.TEMPORARY
-        is_bound = index in self._bounded
-        return Block(
-            self.sizes[index], start, end, category, self._phases[index], module, self._ops[index], source, is_bound
-        )
+        is_bound, stream = index in self._bounded, self._streams.get(index, 0)
+        phase, op = self._phases[index], self._ops[index]
+        return Block(self.sizes[index], start, end, category, phase, module, op, source, is_bound, stream)
 
 
 def is_accumulated_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], sole_owner: tuple[int, int] | None) -> bool:

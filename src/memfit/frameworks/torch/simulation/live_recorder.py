@@ -136,7 +136,7 @@ class LiveRecorder(Recorder):
         with self._working():
             if not self._allocated:
                 self._configure()
-            block = self._memory.malloc(size_bytes)
+            block = self._memory.malloc(size_bytes, self.current_stream())
             if block is None:
                 return None
             index = super()._start(size_bytes, op, category)

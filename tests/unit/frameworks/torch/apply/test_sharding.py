@@ -236,3 +236,12 @@ def test_a_trace_does_not_warn_of_views() -> None:
         model, torch.zeros(4, 5, 16), loss=lambda model, batch: model(batch).sum(), settings=Settings(num_devices=2)
     )
     assert traced.timeline.blocks
+
+
+def test_parameters_are_gathered_and_gradients_reduced_on_streams_of_their_own() -> None:
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    traced = run(model, torch.zeros(4, 5, 16), optimizer=torch.optim.SGD, settings=Settings(num_devices=2))
+
+    streams = {block.stream for block in traced.timeline.blocks}
+    assert 0 in streams
+    assert len(streams) >= 3

@@ -3,6 +3,8 @@ import threading
 import pytest
 import torch
 
+import memfit
+from memfit.core.units import MIB
 from memfit.frameworks.torch.cuda.streams import GRAPH_AS_EAGER
 from tests.unit.frameworks.torch.machines import machine
 
@@ -154,3 +156,29 @@ def test_nothing_of_it_is_left():
     assert torch.nn.parallel._functions._streams is None
     with pytest.raises(RuntimeError, match="requires CUDA support"):
         torch.cuda.Stream()
+
+
+def test_what_a_stream_has_freed_serves_no_other():
+    with memfit.simulate("24GiB") as device:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 40 * MIB
+        # The default stream takes memory of its own; the other one its own again.
+        torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 80 * MIB
+        with torch.cuda.stream(side):
+            torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 80 * MIB
+
+    assert [block.stream for block in device.estimate().timeline.blocks] == [side.stream_id, 0, side.stream_id]
+
+
+def test_streams_come_in_turn_from_a_pool_for_each_priority():
+    with machine():
+        streams = [torch.cuda.Stream() for _ in range(33)]
+        urgent = torch.cuda.Stream(priority=-1)
+
+    assert len(set(streams)) == 32
+    assert streams[0] == streams[32]
+    assert urgent not in streams

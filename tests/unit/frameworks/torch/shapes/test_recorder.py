@@ -371,3 +371,19 @@ def test_a_sum_in_a_users_backward_function_makes_a_new_tensor():
     traced = run(Model(), DATA, loss=lambda m, b: m(b).sin().sum())
 
     assert sums(traced) == [ACTIVATION]
+
+
+def test_blocks_know_the_stream_that_they_were_made_on(recorder):
+    stream = 0
+    recorder.current_stream = lambda: stream
+    first, second, third = empty(1), empty(2), empty(3)
+    recorder.add(first, "default")
+    stream = 7
+    recorder.add(second, "side")
+    stream = 0
+    recorder.add(third, "default again")
+
+    assert [block.stream for block in recorder.timeline().blocks] == [0, 7, 0]
+    del first
+    recorder.keep_only([1, 2])
+    assert [block.stream for block in recorder.timeline().blocks] == [7, 0]
