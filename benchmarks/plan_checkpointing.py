@@ -29,8 +29,9 @@ from memfit.core.settings import Settings
 from memfit.core.units import format_size
 from memfit.planner.memory import StepMemory
 from memfit.planner.search import ProfiledSearch, Space, Variant
-from memfit.planner.speed import StepSpeed, rates_of
+from memfit.planner.speed import StepSpeed
 from memfit.planner.timeline_moves import repeated_units
+from memfit.timing import rates_of
 
 DEVICE = "a100-40gb"
 LIMIT = 0.6

@@ -33,8 +33,9 @@ from memfit.planner.candidate import possible_parts
 from memfit.planner.memory import StepMemory
 from memfit.planner.moves import label
 from memfit.planner.search import ProfiledSearch, Space, Variant
-from memfit.planner.speed import StepSpeed, rates_of
+from memfit.planner.speed import StepSpeed
 from memfit.planner.timeline_moves import repeated_units
+from memfit.timing import rates_of
 
 LIMIT = 1.05
 SHARE = 50

@@ -19,6 +19,7 @@ ROWS = (
     ("snapshots.beginning",),
     ("snapshots.replay", "snapshots.alignment", "snapshots.allocations"),
     ("snapshots.difference",),
+    ("timing",),
     (
         "frameworks",
         "frameworks.torch.internals",

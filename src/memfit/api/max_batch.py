@@ -54,7 +54,7 @@ class MaxBatch(Shown):
         return f"of {self.estimate.subject}: {sizes}, {needed} of {usable} on {self.estimate.device.name}"
 
     def __str__(self) -> str:
-        return str(tables.tried_batches(self.tried, self.batch_size, self.limit, self.estimate.device))
+        return str(tables.tried_batches(self.tried, self.batch_size, self.limit, self.estimate.device, self.estimate))
 
 
 def max_batch(

@@ -73,6 +73,7 @@ def _row(kind: Kind, entry: dict[str, Any]) -> Row:
         context_origin=Origin.MEASURED if entry.get("context_source") else Origin.ASSUMED,
         source=entry["source"],
         date=entry["date"],
+        cache_bytes=round(entry["cache_mib"] * MIB) if "cache_mib" in entry else None,
     )
     return Row(device, tuple(entry.get("aliases", ())), entry.get("context_source"))
 

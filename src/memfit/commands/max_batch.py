@@ -46,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         output.print_report(tables.batches(subject, sizes))
     else:
         (result,) = results
-        output.print_report(tables.tried_batches(result.tried, result.batch_size, result.limit, result.estimate.device))
+        estimate = result.estimate
+        output.print_report(
+            tables.tried_batches(result.tried, result.batch_size, result.limit, estimate.device, estimate)
+        )
         for note in result.estimate.notes if result.limit is not None else ():
             print(f"note: {printable(note.text)}")
     return EXIT_DOES_NOT_FIT if any(result.limit is None for result in results) else EXIT_FITS

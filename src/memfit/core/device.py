@@ -39,6 +39,7 @@ class Device(Shown):
         capability: CUDA compute capability (8, 6), or None.
         num_multiprocessors: streaming multiprocessors, or None.
         bandwidth_bytes_per_second: memory bandwidth.
+        cache_bytes: second-level cache, or None where unknown.
         flops: peak dense floating-point operations per second by dtype ("float32", "tf32", "float16", "bfloat16",
             "float8").
         context_bytes: memory that the CUDA context takes in a process, or None where unknown.
@@ -63,6 +64,7 @@ class Device(Shown):
     source: str = ""
     date: str = ""
     stack: Stack | None = None
+    cache_bytes: int | None = None
 
     def summary(self) -> str:
         """Its names, and the memory a process can get."""

@@ -17,7 +17,16 @@ from memfit.core.timeline import Phase, Timeline
 class Work:
     """One operator of the step, "aten.mm" for example; in the backward pass it belongs to its forward one's module.
 
-    It has no `flops` where it only moves data. `dtype` is that of its first floating-point input, or "".
+    It has no `flops` where it only moves data. `dtype` is that of its first floating-point input, or "". What `sizes`
+    hold depends on the operator, and decides with the rest how long it takes (`memfit.timing`); where empty, its kernel
+    isn't known more closely.
+
+    - Matrix products: matrices in the batch, rows, columns, and the length of the dimension that is summed up.
+    - Convolutions: images, input and output channels, groups, pixels of an input and of an output image, weights of a
+      channel pair, whether channels come last (1), and which gradients are computed: 1 for that of the input, 2 of the
+      weights, 4 of the bias, added up; 0 is the forward pass.
+    - All others: bytes written, whether input and output lie in different orders (1), and, of batch norms, whether
+      statistics are taken (1).
     """
 
     module: str
@@ -26,6 +35,7 @@ class Work:
     flops: int
     moved_bytes: int
     dtype: str
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

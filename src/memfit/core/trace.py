@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from memfit.core.estimate import Note
+from memfit.core.profile import Work
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Timeline
 
@@ -41,6 +42,8 @@ class Trace:
             at once; empty where the timeline tells.
         spread: the least and the greatest peak of steps that run in another order, where operators run side by side,
             each as a multiple of the timeline's.
+        work: every operator of a step in order, forward and backward pass of the first, update of the second; empty
+            where a framework doesn't tell.
     """
 
     timeline: Timeline
@@ -55,6 +58,7 @@ class Trace:
     assigned_bytes: int | None = None
     state_bytes: Mapping[Category, int] = field(default_factory=dict)
     spread: tuple[float, float] = (1.0, 1.0)
+    work: tuple[Work, ...] = ()
 
 
 class Tracer(Protocol):

@@ -79,3 +79,20 @@ def format_size(size_bytes: int | None) -> str:
                 f"{size_bytes / factor:.2f} {unit}" if magnitude < 10 * factor else f"{size_bytes / factor:.1f} {unit}"
             )
     return f"{size_bytes} B"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A time as people read it; None is "unknown".
+
+    >>> format_seconds(0.01234), format_seconds(1.5), format_seconds(-0.0002), format_seconds(None)
+    ('12.3 ms', '1.50 s', '-200 us', 'unknown')
+    """
+    if seconds is None:
+        return "unknown"
+    size = abs(seconds)
+    if size >= 0.9995:
+        return f"{seconds:.2f} s" if size < 10 else f"{seconds:,.1f} s"
+    if size >= 0.0009995:
+        digits = 0 if size >= 0.09995 else 1 if size >= 0.009995 else 2
+        return f"{seconds * 1e3:.{digits}f} ms"
+    return f"{seconds * 1e6:.0f} us"

@@ -9,7 +9,7 @@ from typing import Any
 from memfit.allocator import replay, replay_best_fit, replay_plain
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadBatch, BadInput, StepFailed
-from memfit.core.estimate import PAGED_STATE, Estimate, HostMemory, Note, at_most_notes
+from memfit.core.estimate import PAGED_STATE, Estimate, HostMemory, Note, StepTime, at_most_notes
 from memfit.core.job import Job
 from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
@@ -190,9 +190,26 @@ class Estimator:
             num_parameters=trace.num_parameters,
             state_bytes={str(category): size for category, size in (trace.state_bytes or state_of(timeline)).items()},
             batch_bytes=round(trace.batch_bytes * scale),
+            time=self._time(batch_size) if fitted is None else None,
             seconds=time.perf_counter() - started,
             rescale=self.at_batch if self.tracer.batch_size is not None and fitted is None else None,
         )
+
+    def _time(self, batch_size: int | None) -> StepTime | None:
+        """How long the step takes, from the traces at the nearest sizes."""
+        # It computes with numpy, which `import memfit` does without.
+        from memfit.timing import step_time
+
+        traced = sorted(
+            (size, trace.work) for size, trace in self._traces.items() if size is not None and batch_size is not None
+        )
+        exact = self._traces.get(batch_size)
+        if exact is not None or len(traced) < 2:
+            return step_time((exact or self._traces[self.tracer.batch_size]).work, self.device, self.job.mode)
+        assert batch_size is not None
+        size: int = batch_size
+        traced.sort(key=lambda pair: abs(pair[0] - size))
+        return step_time(traced[0][1], self.device, self.job.mode, at=(size, traced[0][0], traced[1]))
 
 
 _Replays = tuple[Callable[[Timeline, int | None], Replay], Callable[[Timeline, int | None], Replay]]

@@ -20,8 +20,9 @@ from memfit.planner.driver import Question
 from memfit.planner.memory import StepMemory
 from memfit.planner.moves import APPROXIMATE, CHECKPOINT, EIGHT_BIT, LORA, MICRO_BATCH, OFFLOAD, QLORA
 from memfit.planner.search import ProfiledSearch, Space, Variant, merged, optimizer_ways
-from memfit.planner.speed import Rates, StepSpeed, rates_of
+from memfit.planner.speed import StepSpeed
 from memfit.planner.timeline_moves import unit_of
+from memfit.timing import Rates, rates_of
 
 _LORA_RANK = 16
 # Traces of chosen settings, at least and at most; fewer for large models, whose traces take longer.
@@ -151,7 +152,7 @@ class ProfiledSpace:
         # Ways that differ in nothing but the width of numbers are timed.
         is_timed = changes == Settings(precision=changes.precision)
         measured, updates = self._measurements(memory, changes.precision) if is_timed else ((), {})
-        speed = StepSpeed(profile, larger, rates, measured, updates, None if measured else plain, changes.channels_last)
+        speed = StepSpeed(profile, larger, rates, measured, updates, None if measured else plain)
         return Variant(changes, memory, speed)
 
     def _ways(self, profile: Profile) -> list[Settings]:

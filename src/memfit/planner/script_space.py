@@ -41,10 +41,11 @@ from memfit.planner.moves import (
     SHARD,
     label,
 )
-from memfit.planner.speed import ScriptSpeed, rates_of
+from memfit.planner.speed import ScriptSpeed
 from memfit.planner.timeline_moves import AS_IT_IS, Situation, unit_of
 from memfit.processes import launch
 from memfit.processes.sequence import run_with
+from memfit.timing import rates_of
 
 _RAN = (Outcome.COMPLETED, Outcome.ENDED)
 # Runs that prove settings, at most. Candidates of which nothing can be run take none.

@@ -1,34 +1,26 @@
-"""The time model: how long a step takes on a device, from the work of its operators.
+"""How long a step takes under any settings, from the time of its operators (`memfit.timing`).
 
-Each operator takes the longest of three times: its floating-point operations at the device's rate, the bytes it moves
-at the memory's bandwidth, and the time to launch a kernel. Rates of a catalogue are peaks; programs reach a share of
-them. Where the target is the machine in hand, measured times of a few short steps replace the sum, and the model only
-fills in between them.
+Where the target is the machine in hand, measured times of a few short steps replace the sum, and the model only fills
+in between them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.catalogue import find_device
-from memfit.core.device import Device, Kind
+from memfit.core.device import Kind
 from memfit.core.profile import Measurement, Profile, Work
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.core.timeline import Category, Phase, Timeline
+from memfit.timing.fitted import fitted
+from memfit.timing.rates import Rates
+from memfit.timing.step import launch_seconds, operator_seconds, queued
+from memfit.timing.table import DTYPES, Table, between, table_of
 
-# Shares of the peak rates that well-written training code reaches (assumed; docs/howto/plan.md).
-_FLOPS_SHARE = 0.6
-_BANDWIDTH_SHARE = 0.75
-# Time between two kernels that PyTorch launches from Python (assumed).
-_LAUNCH_SECONDS = {Kind.CUDA: 6e-6, Kind.HOST: 4e-6}
-# Host to device and back, pinned memory: PCIe 3, 4 and 5 with 16 lanes (assumed), by compute capability.
-_TRANSFER = ((9, 50e9), (8, 24e9), (0, 12e9))
 # An update in host memory moves about 7 numbers for each parameter; bandwidth of a host's memory (assumed).
 _HOST_BANDWIDTH = 20e9
-# Traffic of a 16-bit convolution that isn't channels_last, which is turned over before and after (assumed).
-_TRANSPOSED = 3.0
 # Kernels of one parameter's update, by itself: of Adam in several kernels, or in one, with what Python adds.
 _LAUNCHES_SINGLE = 10
 _LAUNCHES_FUSED = 4
@@ -37,35 +29,8 @@ _EIGHT_BIT_ON_HOST = 3.0
 # What a fused update reads and writes, in parameters: parameter, gradient, two states; all but the gradient written.
 _FUSED_ACCESSES = 7
 _NARROW = {"amp-bf16": "bfloat16", "amp-fp16": "float16"}
-# Whose rates are taken where the catalogue has none for the target.
-_REFERENCE = "rtx-3090"
 # Between devices, bytes per second each way: NVLink where capability says data centre, else PCIe (assumed).
 _INTERCONNECT = 50e9
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Speed of a device, in operations and bytes per second; `reference` names the device whose rates were taken."""
-
-    flops: dict[str, float]
-    bandwidth: float
-    launch_seconds: float
-    transfer: float
-    reference: str = ""
-
-
-def rates_of(device: Device) -> Rates:
-    """Rates of a device; those of an RTX 3090 where the catalogue has none for it."""
-    known = device if device.flops and device.bandwidth_bytes_per_second else find_device(_REFERENCE)
-    capability = device.capability or (8, 0)
-    transfer = next(rate for least, rate in _TRANSFER if capability[0] >= least)
-    return Rates(
-        {name: rate * _FLOPS_SHARE for name, rate in known.flops.items()},
-        (known.bandwidth_bytes_per_second or 1e11) * _BANDWIDTH_SHARE,
-        _LAUNCH_SECONDS[device.kind],
-        transfer,
-        "" if known is device else known.title,
-    )
 
 
 class StepSpeed:
@@ -78,7 +43,6 @@ class StepSpeed:
         measured: real steps of the same model, where the device is in hand.
         update_seconds: measured time of an update by kind of kernels.
         plain: the speed of the step as it is, whose ratio of measured to computed time holds here too; None for itself.
-        channels_last: whether convolutions have that memory format.
     """
 
     def __init__(
@@ -89,7 +53,6 @@ class StepSpeed:
         measured: Sequence[Measurement] = (),
         update_seconds: dict[str, float] | None = None,
         plain: "StepSpeed | None" = None,
-        channels_last: bool = False,
     ) -> None:
         self.profile = profile
         self.rates = rates
@@ -97,15 +60,10 @@ class StepSpeed:
         self._plain = plain
         self.update_seconds: dict[str, float] = update_seconds or (plain.update_seconds if plain is not None else {})
         self._own = profile.batch_size or 0
-        self._flops, self._flops_slope = _line(profile, larger, "flops")
-        self._bytes, self._bytes_slope = _line(profile, larger, "moved_bytes")
-        if not channels_last:
-            # A library turns inputs and output of a convolution over to compute it on tensor cores.
-            narrow = ("float16", "bfloat16")
-            again = np.array(["convolution" in work.op and work.dtype in narrow for work in profile.work], dtype=bool)
-            self._bytes[again] *= _TRANSPOSED
-            self._bytes_slope[again] *= _TRANSPOSED
-        self._rate = np.array([rate_of(work, rates) for work in profile.work])
+        self._table = table_of(profile.work)
+        self._larger = None
+        if larger is not None and larger.batch_size and len(larger.work) == len(profile.work):
+            self._larger = (larger.batch_size, table_of(larger.work))
         self._passes = np.array([work.phase is not Phase.OPTIMIZER for work in profile.work], dtype=bool)
         self._calls = {
             unit.path: tuple(call.operations for call in unit.calls) for unit in profile.units if not unit.refused
@@ -116,24 +74,22 @@ class StepSpeed:
         self._gradient_bytes = gradients / max(1, num_passes)
         parameters = [b.size_bytes for b in timeline.blocks if b.category is Category.PARAMETER]
         self._parameter_bytes, self._num_tensors = float(sum(parameters)), len(parameters)
-        self._cache: dict[int, NDArray[np.float64]] = {}
+        self._cache: dict[int, _Operators] = {}
 
     def is_measured(self, batch_size: int | None) -> bool:
         """Whether a plain step of this size was timed, passes and update: any other is computed."""
         return bool(self.update_seconds) and any(one.batch_size == batch_size for one in self._measured)
 
-    def _operators(self, micro: int | None) -> NDArray[np.float64]:
+    def _operators(self, micro: int | None) -> "_Operators":
         """Seconds of each operator for a micro-batch."""
         size = self._own if micro is None else micro
         if size not in self._cache:
-            flops = np.maximum(0.0, self._flops + self._flops_slope * size)
-            moved = np.maximum(0.0, self._bytes + self._bytes_slope * size)
-            busy = np.maximum(flops / self._rate, moved / self.rates.bandwidth)
-            self._cache[size] = np.maximum(busy, self.rates.launch_seconds)
+            table = between((self._own, self._table), self._larger, size)
+            self._cache[size] = _Operators(table, self.rates, self._passes)
         return self._cache[size]
 
     def _computed(self, micro: int | None) -> float:
-        return float(self._operators(micro)[self._passes].sum())
+        return self._operators(micro).passes
 
     def ratio(self, micro: int | None) -> float:
         """Measured over computed time of forward and backward pass; 1 where nothing was measured."""
@@ -155,8 +111,7 @@ class StepSpeed:
 
     def recomputation(self, path: str, micro: int | None) -> float:
         """Seconds to compute a module again for one micro-batch."""
-        computed = sum(float(self._operators(micro)[first:last].sum()) for first, last in self._calls.get(path, ()))
-        return computed * self._unit_ratio(path, micro)
+        return self._operators(micro).of(self._calls.get(path, ())) * self._unit_ratio(path, micro)
 
     def _unit_ratio(self, path: str, micro: int | None) -> float:
         """Measured over computed time of a module's forward pass."""
@@ -165,8 +120,7 @@ class StepSpeed:
         if not self._measured or micro is None:
             return 1.0
         nearest = min(self._measured, key=lambda one: abs(np.log(one.batch_size / micro)))
-        operators = self._operators(nearest.batch_size)
-        computed = sum(float(operators[first:last].sum()) for first, last in self._calls.get(path, ()))
+        computed = self._operators(nearest.batch_size).of(self._calls.get(path, ()))
         if path not in nearest.unit_seconds or computed <= 0:
             return self.ratio(micro)
         return nearest.unit_seconds[path] / computed * self.ratio(micro) / self.ratio(nearest.batch_size)
@@ -185,7 +139,7 @@ class StepSpeed:
             launches = _LAUNCHES_FUSED if one_by_one else 0
         elif (one_by_one or single) and "foreach" in self.profile.features:
             launches = _LAUNCHES_SINGLE
-        each = launches * self.rates.launch_seconds * self._num_tensors
+        each = launches * _launch(self.rates) * self._num_tensors
         parameter_bytes = self._gradient_bytes / shards
         if settings.state is OptimizerState.HOST or settings.shard_offload:
             # Gradients and values go down, values come up.
@@ -197,9 +151,9 @@ class StepSpeed:
                 measured = max(measured, self.update_seconds.get(OptimizerKernels.SINGLE.value, 0.0))
             wide = settings.state is OptimizerState.EIGHT_BIT
             return (measured * (_EIGHT_BIT_ON_HOST if wide else 1.0) + each) / shards
-        plain = float(self._operators(None)[~self._passes].sum()) / shards
+        plain = self._operators(None).update / shards
         if settings.kernels is OptimizerKernels.FUSED:
-            plain = min(plain, _FUSED_ACCESSES * parameter_bytes / self.rates.bandwidth + self.rates.launch_seconds)
+            plain = min(plain, _FUSED_ACCESSES * parameter_bytes / self.rates.bandwidth + _launch(self.rates))
         return plain + each
 
     def step(self, settings: Settings, batch_size: int | None, hosted_bytes: float = 0.0) -> float:
@@ -217,25 +171,33 @@ class StepSpeed:
         return parts * each * share + added + self.update(settings)
 
 
-def _line(profile: Profile, larger: Profile | None, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(constant, slope in the batch size) of a figure of each operator."""
-    values = np.array([getattr(work, name) for work in profile.work], dtype=np.float64)
-    if larger is None or len(larger.work) != len(profile.work) or not profile.batch_size or not larger.batch_size:
-        return values, np.zeros_like(values)
-    others = np.array([getattr(work, name) for work in larger.work], dtype=np.float64)
-    slope = (others - values) / (larger.batch_size - profile.batch_size)
-    return values - slope * profile.batch_size, slope
+class _Operators:
+    """Seconds of the operators of one micro-batch, and of an update.
+
+    Where launches take longer than kernels, an operator costs its launch.
+    """
+
+    def __init__(self, table: Table, rates: Rates, in_passes: NDArray[np.bool_], parts: int = 1) -> None:
+        kernels, launches = operator_seconds(table, rates), launch_seconds(table, rates)
+        if parts > 1:
+            # As if every kernel had that share of its work; those of the update have all of it.
+            least = rates.launch_seconds if rates.kind is Kind.HOST else 0.0
+            kernels = np.where(in_passes, np.maximum(kernels / parts, least), kernels)
+        self.passes = queued(kernels[in_passes], launches[in_passes])
+        whole = queued(kernels, launches)
+        # Launches of the update run ahead while the device is busy with the backward pass.
+        self.update = whole - self.passes
+        is_launch_bound = launches[in_passes].sum() > kernels[in_passes].sum()
+        self.seconds = launches if is_launch_bound else kernels
+
+    def of(self, calls: Sequence[tuple[int, int]]) -> float:
+        """Of some ranges of operators."""
+        return sum(float(self.seconds[first:last].sum()) for first, last in calls)
 
 
-def rate_of(work: Work, rates: Rates) -> float:
-    """Floating-point operations per second at which an operator runs."""
-    dtype = work.dtype or "float32"
-    if dtype == "float32" and "convolution" in work.op:
-        # PyTorch lets convolutions, not matrix products, use TF32.
-        dtype = "tf32" if "tf32" in rates.flops else dtype
-    if dtype == "float64":
-        return rates.flops.get("float64", rates.flops.get("float32", 1e12) / 32)
-    return rates.flops.get(dtype) or rates.flops.get("float32") or 1e12
+def _launch(rates: Rates) -> float:
+    """Seconds to launch a kernel of an update."""
+    return rates.launch_seconds if rates.kind is Kind.HOST else fitted().parameters["launch_optimizer"]
 
 
 class ScriptSpeed:
@@ -257,8 +219,13 @@ class ScriptSpeed:
             and timeline.mark_at(block.start).step <= 1
         ]
         self._rates = rates
+        self._table = table_of(self._work)
+        phases = [work.phase for work in self._work]
+        self._forward = np.array([phase is Phase.FORWARD for phase in phases], dtype=bool)
+        self._passes = self._forward | np.array([phase is Phase.BACKWARD for phase in phases], dtype=bool)
         weights = [block.size_bytes for block in timeline.blocks if block.category is Category.PARAMETER]
         self._parameter_bytes, self._num_tensors = sum(weights), len(weights)
+        self._known: dict[tuple[int, str | None], _Operators] = {}
         self._kept: dict[tuple[str, int, str | None], float] = {}
 
     def step(self, settings: Settings) -> float:
@@ -266,41 +233,35 @@ class ScriptSpeed:
         count, precision = settings.micro_batches, settings.precision
         again = sum(self.module(path, count, precision) for path in settings.checkpoint)
         accumulation = 3 * (count - 1) * self._parameter_bytes / self._rates.bandwidth
-        return count * (self._passes(count, precision) + again) + accumulation + self._update(settings)
+        casts = 0.0 if precision is None else 1.5 * self._parameter_bytes / self._rates.bandwidth
+        passes = self._operators(count, precision).passes + casts
+        return count * (passes + again) + accumulation + self._update(settings)
 
     def module(self, path: str, count: int = 1, precision: str | None = None) -> float:
         """Seconds of one module's forward pass on one of `count` micro-batches."""
         key = (path, count, precision)
         if key not in self._kept:
-            inside = (
-                work
-                for work in self._work
-                if work.phase is Phase.FORWARD and (work.module == path or work.module.startswith(f"{path}."))
+            inside = np.array(
+                [work.module == path or work.module.startswith(f"{path}.") for work in self._work], dtype=bool
             )
-            self._kept[key] = sum(self._seconds(work, count, precision) for work in inside)
+            self._kept[key] = float(self._operators(count, precision).seconds[inside & self._forward].sum())
         return self._kept[key]
 
-    def _passes(self, count: int, precision: str | None) -> float:
-        key = ("", count, precision)
-        if key not in self._kept:
-            passes = [work for work in self._work if work.phase in (Phase.FORWARD, Phase.BACKWARD)]
-            casts = 0.0 if precision is None else 1.5 * self._parameter_bytes / self._rates.bandwidth
-            self._kept[key] = casts + sum(self._seconds(work, count, precision) for work in passes)
-        return self._kept[key]
-
-    def _seconds(self, work: Work, count: int, precision: str | None) -> float:
-        rate, moved = rate_of(work, self._rates), float(work.moved_bytes)
-        if precision is not None and work.flops and work.dtype == "float32":
-            rate = self._rates.flops.get(_NARROW.get(precision, ""), rate)
-            moved /= 2
-        busy = max(work.flops / rate, moved / self._rates.bandwidth)
-        return max(busy / count, self._rates.launch_seconds)
+    def _operators(self, count: int, precision: str | None) -> _Operators:
+        key = (count, precision)
+        if key not in self._known:
+            table, name = self._table, _NARROW.get(precision or "", "")
+            if name:
+                chosen = (table.flops > 0) & (table.dtype == DTYPES.index("float32"))
+                dtype = np.where(chosen, DTYPES.index(name), table.dtype)
+                table = replace(table, dtype=dtype, moved=np.where(chosen, table.moved / 2, table.moved))
+            self._known[key] = _Operators(table, self._rates, self._passes, count)
+        return self._known[key]
 
     def _update(self, settings: Settings) -> float:
-        plain = sum(self._seconds(work, 1, None) for work in self._work if work.phase is Phase.OPTIMIZER)
-        rates = self._rates
+        plain, launch = self._operators(1, None).update, _launch(self._rates)
         if settings.kernels is OptimizerKernels.FUSED:
-            return min(plain, _FUSED_ACCESSES * self._parameter_bytes / rates.bandwidth + rates.launch_seconds)
+            return min(plain, _FUSED_ACCESSES * self._parameter_bytes / self._rates.bandwidth + launch)
         if settings.kernels is OptimizerKernels.SINGLE:
-            return plain + _LAUNCHES_SINGLE * self._num_tensors * rates.launch_seconds
+            return plain + _LAUNCHES_SINGLE * self._num_tensors * launch
         return plain

@@ -178,6 +178,8 @@ def _comparison_column(estimate: Estimate) -> dict[str, str]:
         "optimizer state": format_size(category.get(Category.OPTIMIZER_STATE.value, 0)),
         "usable": figures.with_origin(estimate.capacity_bytes, estimate.device.usable_origin),
         "fits": figures.yes_or_no(estimate.fits),
+        "time of a step (simulated)": figures.step_time(estimate),
+        "samples per second (simulated)": figures.throughput(estimate),
         "host memory (assumed)": figures.host_total(estimate),
     }
 

@@ -55,7 +55,7 @@ def test_the_memory_may_always_be_added(row):
         ("NVIDIA RTX A6000", "rtx-a6000"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000-max-q"),
         ("NVIDIA TITAN RTX", "titan-rtx"),
         ("Quadro RTX 8000", "quadro-rtx-8000"),
         # what people type

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+from memfit.core.device import Kind
 from memfit.core.profile import Call, Drop, Profile, Unit, Work
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.units import MIB
-from memfit.planner.speed import Rates, StepSpeed
+from memfit.planner.speed import StepSpeed
+from memfit.timing import Rates
 
 
 class Chain:
@@ -130,5 +132,5 @@ class Chain:
 
 def speed_of(profile, larger=None, measured=(), updates=None, plain=None):
     """Speed on a device of round numbers: 1 TFLOP/s, 100 GB/s, 10 GB/s to the host."""
-    rates = Rates({"float32": 1e12}, 1e11, 1e-6, 1e10)
+    rates = Rates({"float32": 1e12}, 1e11, kind=Kind.HOST, launch_seconds=1e-6, transfer=1e10)
     return StepSpeed(profile, larger, rates, measured, updates, plain)

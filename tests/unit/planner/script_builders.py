@@ -8,7 +8,8 @@ from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Phase, Timeline
 from memfit.core.units import MIB
 from memfit.planner.script_space import ScriptMemory
-from memfit.planner.speed import ScriptSpeed, rates_of
+from memfit.planner.speed import ScriptSpeed
+from memfit.timing import rates_of
 from tests.unit.planner.builders import training
 
 CONTEXT = 100 * MIB

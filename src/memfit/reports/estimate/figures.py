@@ -8,7 +8,7 @@ from memfit.core.device import Device, Kind, Origin
 from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, OTHER_PROCESSES, Estimate
 from memfit.core.printing import printable as printable
 from memfit.core.timeline import Category
-from memfit.core.units import format_size
+from memfit.core.units import format_seconds, format_size
 from memfit.reports.parts import Figure as Figure
 from memfit.reports.parts import Part, Report, Row
 
@@ -156,9 +156,27 @@ def figures(estimate: Estimate) -> list[Figure]:
         Figure(CONTEXT, context_text, "" if context_text in (UNKNOWN, "none") else context_origin),
         Figure("lower bound", format_size(estimate.lower_bytes), assumed),
         Figure("upper bound", format_size(estimate.upper_bytes), assumed),
+        *([] if estimate.time is None else [Figure("time of a step", step_time(estimate), estimate.time.origin.value)]),
         Figure("host memory", host_total(estimate), host_origin(estimate)),
         *([] if estimate.device.stack is None else [Figure(SOFTWARE, *software(estimate.device))]),
     ]
+
+
+def step_time(estimate: Estimate) -> str:
+    """How long a step takes, and the interval that it lies in; "unknown" where nobody knows."""
+    time = estimate.time
+    if time is None:
+        return UNKNOWN
+    within = f"{format_seconds(time.lower_seconds)} to {format_seconds(time.upper_seconds)}, 95%"
+    return f"{format_seconds(time.seconds)} ({within})"
+
+
+def throughput(estimate: Estimate) -> str:
+    """Samples per second of a step after the other."""
+    if estimate.time is None or estimate.batch_size is None:
+        return UNKNOWN
+    rate = estimate.batch_size / estimate.time.seconds
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
 def software(device: Device) -> tuple[str, str]:

@@ -14,9 +14,12 @@ from memfit.reports.plan import figures as plan_figures
 
 def estimates(results: Sequence[Estimate]) -> Report:
     """One job on several devices."""
-    cells = [(figures.needed(result), *_usable(result), figures.yes_or_no(result.fits)) for result in results]
+    cells = [
+        (figures.needed(result), *_usable(result), figures.yes_or_no(result.fits), figures.step_time(result))
+        for result in results
+    ]
     devices = [(result.device, result.notes) for result in results]
-    titles = (">needed (simulated)", ">usable", ">of usable", ">fits")
+    titles = (">needed (simulated)", ">usable", ">of usable", ">fits", ">time of a step (simulated)")
     is_good = all(result.fits is not False for result in results)
     return _by_device(figures.headline(results[0]), devices, titles, cells, is_good)
 
@@ -95,9 +98,16 @@ def largest_batch(safe: int | None, limit: int | None) -> str:
 
 
 def tried_batches(
-    tried: Sequence[tuple[int, int, bool | None]], safe: int | None, limit: int | None, device: Device
+    tried: Sequence[tuple[int, int, bool | None]],
+    safe: int | None,
+    limit: int | None,
+    device: Device,
+    shown: Estimate | None = None,
 ) -> Report:
-    """That answer, and the batch sizes that were tried, as (batch size, peak bytes, fits)."""
+    """That answer, and the batch sizes that were tried, as (batch size, peak bytes, fits).
+
+    `shown` is the estimate at the safe size, or at the limit where none is safe: its time is told.
+    """
     lines = []
     for batch_size, peak_bytes, fits in sorted(tried, key=lambda row: row[0]):
         is_at_limit = fits and (safe is None or batch_size > safe)
@@ -112,7 +122,7 @@ def tried_batches(
     is_good = False if limit is None else None if safe is None else True
     return Report(
         f"{answer[0].upper()}{answer[1:]} ({usable})",
-        [],
+        [] if shown is None or shown.time is None else [f"a step of {shown.batch_size}: {figures.step_time(shown)}"],
         [Part("", grid=grid, lines=legend if limit != safe else ())],
         is_good,
     )

@@ -9,6 +9,7 @@ from memfit.core.device import Origin
 from memfit.core.estimate import Note
 from memfit.core.plan import Plan, PlannedMove, Point, Seconds, actions
 from memfit.core.settings import Keeps
+from memfit.core.units import format_seconds as format_seconds
 from memfit.core.units import format_size
 from memfit.planner.moves import DROPOUT
 from memfit.reports.estimate import figures
@@ -17,23 +18,6 @@ from memfit.reports.parts import HARMLESS, KEEPS, Grid, Line, Part, Report, note
 
 NUM_POINTS = 6
 _NUM_REFUSED = 8
-
-
-def format_seconds(seconds: float | None) -> str:
-    """A time as people read it; None is "unknown".
-
-    >>> format_seconds(0.01234), format_seconds(1.5), format_seconds(-0.0002), format_seconds(None)
-    ('12.3 ms', '1.50 s', '-200 us', 'unknown')
-    """
-    if seconds is None:
-        return UNKNOWN
-    size = abs(seconds)
-    if size >= 0.9995:
-        return f"{seconds:.2f} s" if size < 10 else f"{seconds:,.1f} s"
-    if size >= 0.0009995:
-        digits = 0 if size >= 0.09995 else 1 if size >= 0.009995 else 2
-        return f"{seconds * 1e3:.{digits}f} ms"
-    return f"{seconds * 1e6:.0f} us"
 
 
 def headline(plan: Plan) -> str:

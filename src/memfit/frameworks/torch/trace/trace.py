@@ -27,6 +27,7 @@ from memfit.frameworks.torch.shapes.stand_in import ShapeCopies, dense_parts, ma
 from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST, WEIGHTS
 from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
 from memfit.frameworks.torch.trace import loop
+from memfit.frameworks.torch.trace.work import WorkLog
 
 if TYPE_CHECKING:
     from memfit.frameworks.torch.apply.fitted import Fitted
@@ -74,6 +75,9 @@ class _Tracer:
         self.hooked = loop.HookedUpdates()
         self._step_number = 0
         self._first_of_part = 0
+        self.log = WorkLog()
+        self.log.is_on = False
+        self.simulation.operators.on_run = self._ran
 
     def run(self) -> Trace:
         step = self.step
@@ -109,7 +113,13 @@ class _Tracer:
             0 if self.fitted is None else self.fitted.host_bytes,
             self.simulation.quantized.managed_bytes,
             self.gives_weight,
+            work=tuple(self.log.operations),
         )
+
+    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Notes an operator of the step that is counted: the first, with the update of the second."""
+        if self.log.is_on:
+            self.log.add("", self.recorder.phase, func, args, kwargs, out)
 
     def _fit(self, stack: ExitStack, settings: Settings, optimizer: Any) -> Any:
         """Runs the steps as `settings` say; gives the optimizer that they make of this one."""
@@ -177,7 +187,10 @@ class _Tracer:
     def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
         recorder = self.recorder
         start, start_block = len(recorder.events), recorder.num_blocks
+        # Steps under settings are not the whole: parts of the batch that repeat are left out.
+        self.log.is_on = self.fitted is None
         self._forward_backward(batch, 1)
+        self.log.is_on = False
         after_backward = len(recorder.events)
         self._update(optimizer, batch, 1)
         after_first = len(recorder.events)
@@ -253,6 +266,8 @@ class _Tracer:
 
     def _update(self, optimizer: Any, batch: Any, number: int) -> None:
         self._step_number = number
+        # The first also makes the state.
+        self.log.is_on = number == 2 and self.fitted is None
         # It computes the loss anew in each step.
         searches = isinstance(optimizer, torch.optim.LBFGS)
         if self.fitted is None or optimizer is None or searches:
@@ -269,6 +284,7 @@ class _Tracer:
         for parameter, state in optimizer.state.items():
             for tensor in tensors_in(state):
                 self._classify(tensor, Category.OPTIMIZER_STATE, parameter)
+        self.log.is_on = False
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
@@ -293,14 +309,19 @@ class _Tracer:
             self.fitted.clear_gradients()
             return
         if optimizer is not None:
+            # Loops clear gradients once; those of parameters that the optimizer doesn't know are cleared here too.
+            self.log.is_on = not set_to_none
             optimizer.zero_grad(set_to_none=set_to_none)
+            self.log.is_on = False
         self.step.model.zero_grad(set_to_none=set_to_none)
 
     def _infer(self, batch: Any) -> list[tuple[int, int]]:
         start = len(self.recorder.events)
         self.recorder.enter(Phase.FORWARD, 1)
+        self.log.is_on = True
         with torch.no_grad():
             value = self._forward(batch)
+        self.log.is_on = False
         end = len(self.recorder.events)
         del value
         after = len(self.recorder.events)

@@ -19,6 +19,7 @@ from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
+from memfit.frameworks.torch.trace.kernel_sizes import flops_of, sizes_of
 
 # They set memory aside or read a number: no kernel runs.
 _IDLE = {
@@ -35,6 +36,8 @@ _IDLE = {
 }
 # They read only the rows that their indices name.
 _LOOKUPS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::_embedding_bag"}
+_FLOATING = [value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_floating_point]
+_DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in _FLOATING}
 _Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
@@ -43,19 +46,29 @@ class WorkLog:
 
     def __init__(self) -> None:
         self.operations: list[Work] = []
+        self.is_on = True
         self._names: dict[Operator, str] = {}
 
     def add(
         self, module: str, phase: Phase, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         """Notes one operator, unless it does nothing."""
-        moved_bytes = moved(func, args, kwargs, out)
+        if not self.is_on:
+            return
+        name = func._schema.name
+        if name in _IDLE:
+            return
+        inputs, outputs = list(tensors((*args, *kwargs.values()) if kwargs else args)), list(tensors((out,)))
+        moved_bytes = _moved(name, args, inputs, outputs)
         if not moved_bytes:
             return
-        name = self._names.setdefault(func, func._schema.name.replace("::", "."))
-        floats = (tensor.dtype for tensor in tensors((*args, *kwargs.values(), out)) if tensor.is_floating_point())
-        dtype = str(next(floats, "")).removeprefix("torch.")
-        self.operations.append(Work(module, phase, name, flops(func, args, kwargs, out), moved_bytes, dtype))
+        dtype = next((_DTYPES[t.dtype] for t in (*inputs, *outputs) if t.dtype in _DTYPES), "")
+        sizes = sizes_of(name, args, inputs, outputs)
+        count = flops_of(name, sizes)
+        if count is None:
+            count = flops(func, args, kwargs, out)
+        short = self._names.setdefault(func, name.replace("::", "."))
+        self.operations.append(Work(module, phase, short, count, moved_bytes, dtype, sizes))
 
 
 def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -70,41 +83,34 @@ def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     return own(args, kwargs, out) if own is not None else 0
 
 
-def moved(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Bytes read and written by one call; 0 for what runs no kernel."""
-    name = func._schema.name
-    if name in _IDLE:
-        return 0
-    outputs = list(tensors((out,)))
-    inputs = list(tensors((*args, *kwargs.values())))
-    if not name.endswith("_") and outputs and inputs:
-        storages = {_storage(tensor) for tensor in inputs}
-        # A view by another name, as the gradient of a reshape often is.
-        outputs = [tensor for tensor in outputs if _storage(tensor) not in storages]
-        if not outputs:
-            return 0
-    written = sum({_storage(tensor): _accessed(tensor) for tensor in outputs}.values())
-    if name in _LOOKUPS:
-        return 2 * written + sum(_accessed(tensor) for tensor in inputs[1:])
+def _moved(name: str, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Bytes read and written by one call; 0 for what makes only a view."""
     read: dict[int, int] = {}
     for tensor in inputs:
-        key = _storage(tensor)
-        read[key] = max(read.get(key, 0), _accessed(tensor))
+        key, size = _memory(tensor)
+        read[key] = max(read.get(key, 0), size)
+    written = dict(map(_memory, outputs))
+    if not name.endswith("_") and written and inputs:
+        # A view by another name, as the gradient of a reshape often is.
+        written = {key: size for key, size in written.items() if key not in read}
+        if not written:
+            return 0
+    if name in _LOOKUPS:
+        return 2 * sum(written.values()) + sum(_memory(tensor)[1] for tensor in inputs[1:])
     if not outputs:
         # Operators without an output, such as `_foreach_add_`, write into their first argument.
-        written = sum(_accessed(tensor) for tensor in tensors(args[:1]))
-    return written + sum(read.values())
+        return sum(_memory(tensor)[1] for tensor in tensors(args[:1])) + sum(read.values())
+    return sum(written.values()) + sum(read.values())
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _accessed(tensor: torch.Tensor) -> int:
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """(what tells its storage from others, bytes in it that an operator reads or writes)."""
     if tensor.layout is not torch.strided:
-        return sum(_accessed(part) for part in (tensor._indices(), tensor._values())) if tensor.is_sparse else 0
+        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else ()
+        return id(tensor), sum(_memory(part)[1] for part in parts)
+    storage = tensor.untyped_storage()
     # An expanded tensor has more elements than there are in memory.
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return storage._cdata, min(tensor.numel() * tensor.element_size(), storage.nbytes())
 
 
 def _attention_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:

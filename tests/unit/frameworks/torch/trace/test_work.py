@@ -9,7 +9,7 @@ from memfit.core.timeline import Phase
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
 from memfit.frameworks.torch.trace.profile import profile
 from memfit.frameworks.torch.trace.trace import Step
-from memfit.frameworks.torch.trace.work import WorkLog, features_of, flops, moved
+from memfit.frameworks.torch.trace.work import WorkLog, features_of
 from tests.unit.frameworks.torch.builders import AMPERE
 
 aten = torch.ops.aten
@@ -17,6 +17,22 @@ aten = torch.ops.aten
 
 def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def noted(func, args, kwargs, out):
+    """What a log says about one operator; None where it runs no kernel."""
+    log = WorkLog()
+    log.add("", Phase.FORWARD, func, args, kwargs, out)
+    return log.operations[0] if log.operations else None
+
+
+def flops(*call):
+    return noted(*call).flops
+
+
+def moved(*call):
+    work = noted(*call)
+    return 0 if work is None else work.moved_bytes
 
 
 def test_a_matrix_product():

@@ -1,0 +1,69 @@
+"""The sizes of an operator's kernel, from which its time follows: `core.profile.Work.sizes` says what they mean."""
+
+from math import prod
+from typing import Any
+
+import torch
+
+_FIRST_FACTOR = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::addbmm": 1}
+_COPIES = {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy", "aten::cat"}
+_CONTIGUOUS, _CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+_Sizes = tuple[int, ...]
+
+
+def sizes_of(name: str, args: tuple[Any, ...], inputs: list[Any], outputs: list[Any]) -> _Sizes:
+    """Sizes of the kernel of operator `name`; `inputs` and `outputs` are the tensors among arguments and results."""
+    first = _FIRST_FACTOR.get(name)
+    if first is not None:
+        left, right = args[first], args[first + 1]
+        batch = left.shape[0] if left.dim() == 3 else 1
+        return batch, left.shape[-2], right.shape[-1], left.shape[-1]
+    if name == "aten::convolution":
+        return _convolution(args[0], args[1], outputs[0], args[6], args[8], 0)
+    if name == "aten::convolution_backward":
+        gradients = sum(bit for bit, wanted in zip((1, 2, 4), args[10], strict=True) if wanted)
+        return _convolution(args[1], args[2], args[0], args[7], args[9], gradients)
+    written = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+    permuted = name in _COPIES and any(_runs_otherwise(tensor, out) for tensor in inputs for out in outputs[:1])
+    statistics = name.endswith("batch_norm") and any(value is True for value in args[5:6])
+    return written, int(permuted), int(statistics)
+
+
+def flops_of(name: str, sizes: _Sizes) -> int | None:
+    """Floating-point operations that follow from these sizes; None where they don't tell."""
+    if name in _FIRST_FACTOR:
+        return 2 * prod(sizes)
+    if name in ("aten::convolution", "aten::convolution_backward"):
+        images, inputs, outputs, groups, _, out_pixels, taps, _, gradients = sizes
+        passes = max(1, (gradients & 1) + (gradients >> 1 & 1))
+        return 2 * images * inputs * outputs // groups * out_pixels * taps * passes
+    return None
+
+
+def _convolution(source: Any, weight: Any, out: Any, is_transposed: bool, groups: int, gradients: int) -> _Sizes:
+    taps = prod(weight.shape[2:])
+    if is_transposed:
+        # It is the gradient of the input of the convolution from its output to its input.
+        source, out = out, source
+        gradients = 1 if gradients == 0 else gradients
+    last = int(any(_is_channels_last(tensor) for tensor in (source, weight)))
+    pixels, out_pixels = prod(source.shape[2:]), prod(out.shape[2:])
+    return out.shape[0], source.shape[1], out.shape[1], groups, pixels, out_pixels, taps, last, gradients
+
+
+def _is_channels_last(tensor: Any) -> bool:
+    return (
+        tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=_CHANNELS_LAST)
+        and not tensor.is_contiguous(memory_format=_CONTIGUOUS)
+    )
+
+
+def _runs_otherwise(tensor: Any, out: Any) -> bool:
+    """Whether a large tensor lies in another order than the one that is made of it."""
+    if tensor.numel() < 2 or out.dim() != tensor.dim():
+        return False
+    both = (tensor.is_contiguous(), out.is_contiguous())
+    if all(both):
+        return False
+    return both[0] != both[1] and not (_is_channels_last(tensor) and _is_channels_last(out))
