@@ -62,7 +62,13 @@ class CudaInternals:
             # The softmax itself and a boolean mask of its -inf inputs; the output is a third tensor (SoftMax.cpp).
             "aten::_safe_softmax": lambda args, out: [size_bytes(out), args[0].numel()],
             # The product of gradient and output (native/cuda/SoftMax.cu).
-            "aten::_softmax_backward_data": lambda args, out: [size_bytes(args[0])],
+            "aten::_softmax_backward_data": lambda args, out: [size_bytes(args[0]), *_contiguous_copies(args[:2])],
+            # These kernels read rows that lie one after another (`contiguous` in SoftMax.cu, layer_norm_kernel.cu).
+            **dict.fromkeys(
+                ("aten::_softmax", "aten::_log_softmax", "aten::native_layer_norm"),
+                lambda args, out: _contiguous_copies(args[:1]),
+            ),
+            "aten::_log_softmax_backward_data": lambda args, out: _contiguous_copies(args[:2]),
             "aten::embedding_dense_backward": index_kernels.embedding_backward,
             "aten::index": index_kernels.indexing,
             **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), index_kernels.index_put),
@@ -138,14 +144,15 @@ class CudaInternals:
 
     def _layer_norm_backward(self, args: Arguments, out: Any) -> list[int]:
         """Partial gradients of weight and bias, where rows are many and columns few (layer_norm_kernel.cu)."""
+        copies = _contiguous_copies(args[:2])
         if self._torch < _PARTIAL_LAYER_NORM or self._num_multiprocessors is None:
-            return []
+            return copies
         columns = prod(args[2])
         rows = args[1].numel() // max(1, columns)
         if rows <= 64 * KIB or columns // _WARP >= self._num_multiprocessors // 2:
-            return []
+            return copies
         num_parts = min(32 * KIB // -(-columns // _WARP), -(-rows // 32))
-        return [num_parts * size_bytes(gradient) for gradient in out[1:] if gradient is not None]
+        return [*copies, *(num_parts * size_bytes(gradient) for gradient in out[1:] if gradient is not None)]
 
     def _convolution(
         self, operands: tuple[Any, ...], data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int
@@ -178,6 +185,11 @@ def _padded(tensor: torch.Tensor, width: int) -> int:
 def capability_name(capability: tuple[int, int]) -> str:
     """A compute capability as people write it, "7.5"."""
     return ".".join(map(str, capability))
+
+
+def _contiguous_copies(operands: tuple[Any, ...]) -> list[int]:
+    """Copies of operands whose rows don't lie one after another."""
+    return [size_bytes(tensor) for tensor in operands if not tensor.is_contiguous()]
 
 
 def _norms(args: Arguments, out: Any) -> list[int]:

@@ -248,3 +248,24 @@ def test_logarithms_of_sigmoids_have_a_buffer_on_the_cpu_alone():
     _, traced = observe(lambda x: F.logsigmoid(x) is None, torch.empty(1000))
 
     assert [b.size_bytes for b in forward_blocks(traced)] == [4000]
+
+
+def test_rows_that_do_not_lie_one_after_another_are_copied():
+    # GIVEN logits with classes before positions, and an image whose channels are normalised
+    data = torch.empty(2, 10, 30)
+
+    def loss(model, batch):
+        scores = model(batch)
+        return F.cross_entropy(scores.transpose(1, 2), torch.zeros(2, 10, dtype=torch.int64, device=batch.device))
+
+    traced = run(nn.Linear(30, 30), data, loss=loss)
+    _, normalised = observe(lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (4,)) is None, torch.empty(2, 4, 5, 6))
+
+    assert workspaces(forward_blocks(traced), "_log_softmax") == [2 * 10 * 30 * 4]
+    assert workspaces(forward_blocks(normalised), "layer_norm") == [2 * 4 * 5 * 6 * 4]
+
+
+def test_rows_that_do_are_read_where_they_are():
+    _, traced = observe(lambda x: F.layer_norm(x.softmax(-1), (4,)) is None, torch.empty(3, 4))
+
+    assert workspaces(forward_blocks(traced)) == []
