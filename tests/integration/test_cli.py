@@ -131,7 +131,7 @@ FLAGS = {
         "--seconds",
         "--json",
     ],
-    "devices": ["NAME", "--json"],
+    "devices": ["NAME", "--stack", "--json"],
     "verify": ["--device -d", "--seconds", "--json", "--rehearse"],
     "calibrate": ["--device -d", "--seconds", "--json", "--output -O"],
     "completion": ["SHELL"],

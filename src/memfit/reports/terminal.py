@@ -153,7 +153,8 @@ def render_devices(devices: Sequence[Device]) -> RenderableType:
     if len(devices) != 1:
         return Group(table, Text("~ assumed; other usable and context sizes were measured", style="dim"))
     source = ", ".join(part for part in (devices[0].source, devices[0].date) if part) or UNKNOWN
-    return Group(table, Text(figures.printable(f"source: {source}")))
+    stack = "" if devices[0].stack is None else "\nsoftware: {} ({})".format(*figures.software(devices[0]))
+    return Group(table, Text(figures.printable(f"source: {source}") + stack))
 
 
 def _indented(part: RenderableType, indent: int = 2) -> RenderableType:

@@ -34,3 +34,13 @@ def test_a_context_says_whether_it_was_measured(capsys):
     written = capsys.readouterr().out
     assert "134.9 MiB (measured)" in written
     assert "MiB (assumed)" in written
+
+
+def test_the_context_on_another_stack(capsys):
+    assert main(["devices", "rtx-3090", "--stack", "torch1.12-cu113"]) == 0
+    written = capsys.readouterr().out
+    assert "1.28 GiB (assumed)" in " ".join(written.split())
+    assert "software: PyTorch 1.12, CUDA 11.3 (as asked)" in written
+
+    assert main(["devices", "--stack", "torch1.12-cu113"]) == 2
+    assert "--stack is for one device" in capsys.readouterr().err
