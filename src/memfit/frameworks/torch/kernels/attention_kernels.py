@@ -38,6 +38,19 @@ def flash_backward(args: Arguments, out: Any) -> list[int]:
     return sizes
 
 
+def flash_packed_backward(args: Arguments, out: Any) -> list[int]:
+    """The same for packed sequences, each of which is padded by itself (flash_api.cpp, mha_varlen_bwd)."""
+    query, key, boundaries = args[1], args[2], args[6]
+    if query.dim() == 4 or boundaries is None:
+        return []
+    total, heads, head = query.shape
+    padded = total + 128 * (boundaries.numel() - 1)
+    sizes = [padded * heads * -(-head // 32) * 32 * 4, heads * padded * 4]
+    if key.shape[1] != heads:
+        sizes += [key.shape[0] * heads * head * key.element_size()] * 2
+    return sizes
+
+
 def efficient_forward(args: Arguments, out: Any) -> list[int]:
     """In half precision heads of more than 128 are summed up in memory, in float32 (kernel_forward.h)."""
     value = args[2]

@@ -73,6 +73,10 @@ class CudaInternals:
             "aten::index": index_kernels.indexing,
             **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), index_kernels.index_put),
             "aten::_scaled_dot_product_flash_attention_backward": attention_kernels.flash_backward,
+            **dict.fromkeys(
+                ("aten::_flash_attention_backward", "torch_attn::_varlen_attn_backward"),
+                attention_kernels.flash_packed_backward,
+            ),
             "aten::_scaled_dot_product_efficient_attention": attention_kernels.efficient_forward,
             "aten::_scaled_dot_product_efficient_attention_backward": lambda args, out: (
                 attention_kernels.efficient_backward(args, self._capability)

@@ -97,6 +97,10 @@ class Session:
         self.simulation = simulation = Simulation(device, self.recorder, self.origin, scripted=True)
         simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
         simulation.look.is_large_weight = LargeWeights(simulation.notes.report)
+        # Who compiles anything compiles attention.
+        simulation.look.higher_order.is_fused = lambda: any(
+            code == unsimulated.COMPILED_AS_EAGER for code, _, _ in simulation.notes.found
+        )
         simulation.around_backward = self._in_backward
         simulation.operators.on_write = self._written
         if watch:
@@ -113,7 +117,6 @@ class Session:
         late: dict[str, Callable[[ModuleType], list[Replacement]]] = {
             unsimulated.MODULE: lambda module: unsimulated.update_replacements(module, *steps),
             unsimulated.EXTENSIONS: unsimulated.extension_replacements,
-            unsimulated.FLEX_ATTENTION: lambda module: unsimulated.flex_replacements(module, report),
             ACCELERATE: self.launchers.of_accelerate,
         }
         imported = {name: lambda module, make=make: self.replace_late(make(module)) for name, make in late.items()}

@@ -24,13 +24,24 @@ _STEP_HINTS = {
         "model or the batch, and write x.device instead of the name of a device."
     ),
 }
+_TRITON = (
+    "Kernels of Triton need a GPU. Let the script take its plain PyTorch path, or register the kernel as an operator "
+    "(torch.library.triton_op or custom_op) with register_fake: its outputs are then followed."
+)
 # What to do about failures that the simulation, not the user's code, is the reason of.
 _HINTS = {
     "no fake impl": (
         "An operator without a shape rule can't be simulated: register one with torch.library.register_fake."
     ),
     "'LOCAL_RANK'": "A script that torchrun starts needs --count, as in --count 2.",
-    "HigherOrderOperator": "Higher-order operators (flex_attention, torch.cond) can't be run on shapes yet.",
+    "HigherOrderOperator": "This higher-order operator can't be run on shapes yet; torch.cond, scan and others can.",
+    "flash_attn": (
+        "flash_attn can't be installed without a GPU. scaled_dot_product_attention (attn_implementation='sdpa') has "
+        "the same kernel and takes the same memory; for packed sequences, torch.nn.attention.varlen has it."
+    ),
+    "liger_kernel": _TRITON,
+    "triton": _TRITON,
+    "active drivers": _TRITON,
 }
 # PyTorch's name of the device that shape-only tensors are on; no script meets it on a GPU.
 _SHAPE_ONLY = re.compile(

@@ -13,8 +13,6 @@ import torch._dynamo
 from memfit.frameworks.torch.shapes.patching import Replacement
 
 EXTENSIONS = "torch.utils.cpp_extension"
-FLEX_ATTENTION = "torch.nn.attention.flex_attention"
-FLEX_AS_ATTENTION = "flex-as-attention"
 
 
 def extension_replacements(module: ModuleType) -> list[Replacement]:
@@ -43,27 +41,10 @@ def _refusal(name: str) -> ImportError:
     )
 
 
-def flex_replacements(module: ModuleType, report: Callable[[str, str], None]) -> list[Replacement]:
-    """Compiled flex attention keeps what flash attention keeps: query, key, value, output and a number per row."""
-
-    def flex_attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        score_mod: Any = None,
-        block_mask: Any = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        kernel_options: Any = None,
-        **options: Any,
-    ) -> Any:
-        report(FLEX_AS_ATTENTION, "flex_attention was taken to need the memory of scaled_dot_product_attention")
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
-        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        return (out, rows) if return_lse or options.get("return_aux") is not None else out
-
-    return [Replacement(module, "flex_attention", flex_attention)]
+def is_check(function: Any) -> bool:
+    """Whether PyTorch itself compiles this, which is how higher-order operators check their functions."""
+    module, name = (str(getattr(function, each, "")) for each in ("__module__", "__name__"))
+    return module.startswith("torch._higher_order_ops") or name == "_flex_attention_hop_wrapper"
 
 
 COMPILED_AS_EAGER = "compiled-as-eager"
@@ -80,6 +61,8 @@ def compilation_replacements(report: Callable[[str, str], None]) -> list[Replace
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda function: compile(function, **options)
+        if is_check(model):
+            return model
         say_once()
         if isinstance(model, torch.nn.Module):
             # Where programs look for the model they gave; past __setattr__, which would make it its own submodule.

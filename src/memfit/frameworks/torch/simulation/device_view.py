@@ -18,6 +18,7 @@ from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.shapes.device_labels import BARE, Places
 from memfit.frameworks.torch.shapes.shapes import META, Arguments, Options, shape_like
 from memfit.frameworks.torch.shapes.tensor_types import cuda_type_name, dtype_of_type
+from memfit.frameworks.torch.simulation.higher_order import HigherOrder
 
 # Factories whose first argument is a size.
 _SIZED = frozenset({torch.zeros, torch.ones, torch.empty})
@@ -57,7 +58,9 @@ class Look(TorchFunctionMode):
         self._constructors = self._all_constructors if self._type == "cpu" else frozenset()
         tensor: Any = torch.Tensor
         to_array = self._from_host_copy if self._type == "cpu" else self._no_array
+        self.higher_order = HigherOrder(self.again, report)
         self._handlers: dict[Any, _Handler] = {
+            **self.higher_order.handlers(),
             tensor.numpy: to_array,
             tensor.__array__: to_array,
             tensor.device.__get__: self._device,

@@ -10,8 +10,9 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from memfit.frameworks.torch.kernels.host_kernels import host_internals
 from memfit.frameworks.torch.kernels.quantized import Quantized
 from memfit.frameworks.torch.kernels.recurrent import host_lstm_rule
 from memfit.frameworks.torch.shapes.device_labels import Places
+from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.interception import intercepting, switched_on
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
+from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import META
+from memfit.frameworks.torch.shapes.unsimulated import is_check
 from memfit.frameworks.torch.shapes.values import KnownValues
 from memfit.frameworks.torch.simulation.device_view import Look
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
@@ -93,6 +96,7 @@ class Simulation:
         self.look = Look(self.places, self.notes.report, knows_device=scripted)
         self.autocast = Autocast(device_type)
         self.values = KnownValues() if scripted or follows_values else None
+        self.look.higher_order.knows = self._knows
         cuda = CudaInternals(device, recorder, self.notes.report) if on_cuda else None
         self.operators = SimulatedOperators(
             recorder,
@@ -126,6 +130,7 @@ class Simulation:
             replaced(release_replacements(self.stack, self.is_on)),
             self._numbers_read_anywhere(),
             self.quantized.running(),
+            self._packed_attention(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),
             self.in_thread(),
@@ -146,6 +151,10 @@ class Simulation:
         """Whether this thread is simulated: one that was there before is not, and must not notice."""
         return getattr(self._threads, "present", False)
 
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        with internals.disable_torch_function():
+            return not tensor.is_meta or (self.values is not None and self.values.of(tensor) is not None)
+
     @contextmanager
     def _numbers_read_anywhere(self) -> Iterator[None]:
         """Lets constructors such as `torch.FloatTensor([loss])` read numbers: they switch all modes off first."""
@@ -156,6 +165,28 @@ class Simulation:
             yield
         finally:
             library._destroy()
+
+    @contextmanager
+    def _packed_attention(self) -> Iterator[None]:
+        """Nested tensors take the kernel for packed sequences, which CUDA has and shape-only tensors seem to lack."""
+
+        def is_cuda() -> bool:
+            return self._on_cuda and self.is_on()
+
+        with ExitStack() as stack:
+
+            def equip(module: ModuleType) -> None:
+                flash = torch.nn.attention.SDPBackend.FLASH_ATTENTION
+                instead: dict[str, Callable[..., Any]] = {
+                    # So PyTorch's own count of operations asks for it.
+                    "_is_computing_meta_flops": lambda plain, tensor: True,
+                    "_select_sdp_backend": lambda plain, *args, **options: flash,
+                }
+                given = [around(module, name, other, is_cuda) for name, other in instead.items()]
+                stack.enter_context(replaced(given))
+
+            stack.enter_context(on_import({}, {"torch.nested._internal.sdpa": equip}))
+            yield
 
     def _about_autocast(self) -> list[Replacement]:
         """Autocast for CUDA on a machine without CUDA.
@@ -184,6 +215,7 @@ class Simulation:
             *([Replacement(torch.cuda, "synchronize", synchronize)] if self._on_cuda else []),
             Replacement(torch, "clear_autocast_cache", clear),
             Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
+            around(torch, "compile", _compile, self.is_on),
         ]
 
     def _around_callbacks(self) -> list[Replacement]:
@@ -235,8 +267,11 @@ class Simulation:
             return groups
 
         def make_wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("device") is not None and self.look.place(kwargs["device"]) is not None:
+            place = self.look.place
+            if kwargs.get("device") is not None and place(kwargs["device"]) is not None:
                 kwargs = {**kwargs, "device": META}
+            # Nested tensors name it by its position.
+            args = tuple(META if isinstance(each, torch.device) and place(each) is not None else each for each in args)
             return plain_wrapper(*args, **kwargs)
 
         def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -253,6 +288,10 @@ class Simulation:
             Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass)),
             Replacement(*internals.place("group_tensors"), group),
         ]
+
+
+def _compile(plain: Callable[..., Any], model: Any = None, **options: Any) -> Any:
+    return model if is_check(model) else plain(model, **options)
 
 
 @contextmanager

@@ -314,3 +314,17 @@ def test_what_cannot_be_read_may_decide_anything():
     assert may_reach("not python at all", [1], [1])
     assert may_reach("", [1], [1])
     assert may_reach("x = 1", [1], [7])
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("No module named 'flash_attn'", "torch.nn.attention.varlen"),
+        ("FlashAttention2 has been toggled on, but the package flash_attn seems to be not installed", "'sdpa'"),
+        ("No module named 'triton'", "register_fake"),
+        ("No module named 'liger_kernel'", "register_fake"),
+        ("0 active drivers ([]). There should only be one.", "plain PyTorch path"),
+    ],
+)
+def test_kernels_that_need_a_gpu_come_with_what_to_do_instead(text, advice):
+    assert advice in failures.one_line(ImportError(text))
