@@ -263,17 +263,22 @@ def _aligned(real: Sequence[Allocation], simulated: Sequence[Allocation]) -> lis
 
 def _moved(left: Iterable[tuple[int, int, int]], others: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """Pairs of those left over, (index, size, aligned ones before it), that have the same size and are near."""
-    by_size: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    by_size: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for index, size, before in others:
-        by_size[size].append((before, index))
+        places, indices = by_size[size]
+        places.append(before)
+        indices.append(index)
     pairs = []
     for index, size, before in left:
-        candidates = by_size.get(size, [])
-        if candidates:
-            nearest = min(candidates, key=lambda place: abs(place[0] - before))
-            if abs(nearest[0] - before) <= _NEAR:
-                candidates.remove(nearest)
-                pairs.append((index, nearest[1]))
+        if size not in by_size:
+            continue
+        places, indices = by_size[size]
+        after = bisect_left(places, before)
+        near = [place for place in (after - 1, after) if 0 <= place < len(places)]
+        nearest = min(near, key=lambda place: abs(places[place] - before), default=None)
+        if nearest is not None and abs(places[nearest] - before) <= _NEAR:
+            pairs.append((index, indices.pop(nearest)))
+            del places[nearest]
     return pairs
 
 
