@@ -283,7 +283,7 @@ def loss_of_last(logits: Tensor, labels: Tensor) -> Tensor:
     last = torch.ops.aten.slice(last, 1, 0, sys.maxsize)
     most = torch.max(last, dim=-1, keepdim=True)[0]
     logarithms = (last - most) - torch.log(torch.sum(torch.exp(last - most), dim=-1, keepdim=True))
-    spread = torch.zeros_like(last).scatter_(1, labels[:, None], 1)
+    spread = torch.zeros_like(logarithms).scatter_(1, labels[:, None], 1)
     return -(torch.sum(spread * logarithms)) / logits.shape[0]
 
 
