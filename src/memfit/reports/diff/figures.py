@@ -24,7 +24,8 @@ def verdict(result: SnapshotDifference) -> str:
     """The one line that says how much is the same."""
     real = result.real.num_allocations
     share = result.num_aligned / real
-    return f"{printable(result.snapshot)}: {result.num_aligned:,} of {real:,} allocations ({share:.2%}) are simulated, in the same order"
+    counted = f"{result.num_aligned:,} of {real:,} allocations ({share:.2%})"
+    return f"{printable(result.snapshot)}: {counted} are simulated, in the same order"
 
 
 def answer(result: SnapshotDifference) -> str:
