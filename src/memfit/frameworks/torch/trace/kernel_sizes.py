@@ -6,6 +6,11 @@ from typing import Any
 import torch
 
 _FIRST_FACTOR = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::addbmm": 1}
+_NUM_POSITIONS = {
+    "aten::convolution": 9,
+    "aten::convolution_backward": 11,
+    **{name: first + 2 for name, first in _FIRST_FACTOR.items()},
+}
 _COPIES = {"aten::clone", "aten::_to_copy", "aten::copy_", "aten::copy", "aten::cat"}
 _CONTIGUOUS, _CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 _Sizes = tuple[int, ...]
@@ -14,6 +19,9 @@ _Sizes = tuple[int, ...]
 def sizes_of(name: str, args: tuple[Any, ...], inputs: list[Any], outputs: list[Any]) -> _Sizes:
     """Sizes of the kernel of operator `name`; `inputs` and `outputs` are the tensors among arguments and results."""
     first = _FIRST_FACTOR.get(name)
+    if len(args) < _NUM_POSITIONS.get(name, 0):
+        # Given by keyword, which autograd and modules don't do.
+        return ()
     if first is not None:
         left, right = args[first], args[first + 1]
         batch = left.shape[0] if left.dim() == 3 else 1
@@ -31,6 +39,8 @@ def sizes_of(name: str, args: tuple[Any, ...], inputs: list[Any], outputs: list[
 
 def flops_of(name: str, sizes: _Sizes) -> int | None:
     """Floating-point operations that follow from these sizes; None where they don't tell."""
+    if not sizes:
+        return None
     if name in _FIRST_FACTOR:
         return 2 * prod(sizes)
     if name in ("aten::convolution", "aten::convolution_backward"):

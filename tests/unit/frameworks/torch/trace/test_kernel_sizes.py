@@ -37,6 +37,12 @@ def test_a_convolution(groups):
     assert flops_of("aten::convolution", convolution(groups)) == 2 * 2 * 25 * 8 * (8 // groups) * 9
 
 
+def test_arguments_by_keyword_leave_sizes_unknown():
+    left = meta(3, 4)
+    assert sizes_of("aten::mm", (left,), [left], [left]) == ()
+    assert flops_of("aten::mm", ()) is None
+
+
 def test_channels_last_are_seen():
     assert convolution(last=True)[7] == 1
 
