@@ -36,7 +36,7 @@ _KEEPS_GRAPH = {"linyun_xl_ctx128_forward_bf16_v2", "linyun_xl_ctx128_forward_no
 _OTHERS = {
     # Quantized to 4 bits by its sizes, with float32 between; the libraries' versions are not known.
     "ftcourse": Program(adapters.adapter_step, "t4", "torch2.1-cu121", peak_error=0.03, has_events=False),
-    "eor": Program(small.optimize_image, "t4", "torch2.2-cu121", has_events=False),
+    "eor": Program(small.optimize_image, "titan-rtx", "torch2.2-cu121", has_events=False),
     "ckpttry_rm_save_to_frame": Program(
         small.checkpointed_perceptron,
         "rtx-3090",

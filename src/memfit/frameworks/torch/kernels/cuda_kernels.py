@@ -125,9 +125,9 @@ class CudaInternals:
     def _addmm(self, args: Arguments, out: Any) -> list[int]:
         """Those of a product; where a bias is added to each row cuBLASLt does it, with a workspace (Blas.cpp)."""
         sizes = self._gemm(args, out)
-        bias, rows, columns = args[:3]
+        bias, _, columns = args[:3]
         fused = bias.dim() == 1 and bias.shape[0] == columns.shape[1] and bias.is_contiguous()
-        if not fused or not self._lt_workspace_bytes or min(*rows.shape, *columns.shape) <= 1:
+        if not fused or not self._lt_workspace_bytes or min(columns.shape) <= 1:
             return sizes
         if not self._keeps_lt_workspace:
             return [*sizes, self._lt_workspace_bytes]

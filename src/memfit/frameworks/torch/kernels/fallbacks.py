@@ -286,6 +286,7 @@ COMPOSITIONS = {
     f"aten::{name}": _of_others
     for name in """
     logsumexp count_nonzero binary_cross_entropy_with_logits soft_margin_loss_backward dist _euclidean_dist mvlgamma
+    _is_any_true
     """.split()  # noqa: SIM905
 }
 """Operators without a kernel of their own on any device: below autograd they are made of others that take memory

@@ -269,3 +269,10 @@ def test_rows_that_do_are_read_where_they_are():
     _, traced = observe(lambda x: F.layer_norm(x.softmax(-1), (4,)) is None, torch.empty(3, 4))
 
     assert workspaces(forward_blocks(traced)) == []
+
+
+def test_a_single_row_has_the_workspace_of_a_product_with_a_bias():
+    # The snapshot eor, PyTorch 2.2: one image, 1,048,576 bytes for each of three layers.
+    traced = run(nn.Linear(8, 8), torch.empty(1, 8), device=replace(cuda(7, 5), stack=read_stack("torch2.2")))
+
+    assert workspaces(forward_blocks(traced), "addmm") == [1_048_576]

@@ -74,3 +74,8 @@ def test_the_gradient_of_a_convolutions_bias_is_one_too():
 
 def test_nothing_is_said_of_a_device_with_an_unknown_number_of_multiprocessors():
     assert inside(lambda x: x.sum() is None, torch.empty(ROWS), device=cuda(7, 5)) == []
+
+
+def test_the_search_for_nan_of_anomaly_detection_is_one_as_well():
+    # As the snapshot eor has it, once for each gradient.
+    assert inside(lambda x: torch.ops.aten._is_any_true(x.isnan()) is None, torch.empty(1_966_080)) == [144, 4]
