@@ -27,6 +27,7 @@ SCRIPTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("t4_runs", (), ()),
     ("xmem_cnn", (), ()),
     ("fsdp_memory", (), ()),
+    ("coverage", (), ("--sample", "4")),
     ("timm_rtx3090", ("--jobs", "2"), ("--jobs", "2", "--sample", "24")),
     ("plan_time", (), ("--quick", "--repeats", "1")),
     ("plan_speed", (), ("deit_tiny", "--rounds", "3")),

@@ -51,7 +51,7 @@ class Outcome:
     @property
     def unlimited_bytes(self) -> int:
         """Reserved peak if the card had no limit."""
-        return self.estimate.upper_bytes - self.estimate.context_bytes
+        return self.estimate.reserved_peak_bytes
 
     @property
     def error(self) -> float:

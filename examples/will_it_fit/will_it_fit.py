@@ -28,7 +28,7 @@ def main():
     print(f"\nThe largest batch on an {estimate.device.title}:")
     for precision in ("fp32", "amp-bf16"):
         largest = memfit.max_batch(job, device=DEVICE, precision=precision)
-        print(f"  {precision}: {largest.batch_size} is safe, {largest.limit} is the limit")
+        print(f"  {precision}: {largest.batch_size} fits with 95%, {largest.limit} at best")
     even = memfit.max_batch(job, device=DEVICE, precision="amp-bf16", candidates=range(8, 4097, 8))
     print(f"  amp-bf16, in multiples of 8: {even.batch_size}")
 

@@ -140,7 +140,7 @@ def test_the_peak_covers_what_is_held(make_case, device):
     held = 3 * SIZE + BATCH_BYTES + HIDDEN_BYTES
     assert estimate.timeline.peak()[1] >= held
     assert estimate.peak_bytes >= held
-    assert 0 < estimate.lower_bytes <= estimate.peak_bytes <= estimate.upper_bytes
+    assert 0 < estimate.certain_bytes <= estimate.tight_bytes <= estimate.peak_bytes
 
 
 def test_a_larger_batch_needs_larger_activations_and_the_same_weights(make_case, device):
@@ -222,10 +222,10 @@ def test_the_same_question_has_the_same_answer(make_case, device):
     first, second = estimated(make_case, device), make_case().estimate(device)
 
     assert second.timeline == first.timeline
-    assert (second.peak_bytes, second.lower_bytes, second.upper_bytes) == (
+    assert (second.peak_bytes, second.certain_bytes, second.interval_bytes) == (
         first.peak_bytes,
-        first.lower_bytes,
-        first.upper_bytes,
+        first.certain_bytes,
+        first.interval_bytes,
     )
 
 
@@ -246,9 +246,9 @@ def test_the_largest_batch_fits_and_the_next_does_not(make_case):
     larger = replace(device, usable_bytes=int(device.usable_bytes * (1 + make_case.layout_slack)))
     assert make_case().estimate(larger, data(12)).fits is True
     assert make_case().estimate(device, data(13)).fits is False
-    # AND what is called safe needs less than all of the device
+    # AND what is called sure needs less than all of the device
     assert found.batch_size == 8
-    assert found.estimate.upper_bytes < device.usable_bytes
+    assert found.estimate.fit_probability >= 0.95
 
 
 # Plans.

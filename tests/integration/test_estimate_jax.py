@@ -52,7 +52,7 @@ def test_the_peak_is_xlas_own_figure_and_what_kernels_take(estimated):
     # Scalars that are part of the program are a few bytes more; products that don't wait for each other run at once.
     laid_out = truth(jitted, *arguments)
     assert laid_out <= estimate.peak_bytes <= laid_out + sum(workspaces) + 256
-    assert estimate.lower_bytes <= estimate.peak_bytes <= estimate.upper_bytes
+    assert estimate.interval_bytes[0] <= estimate.peak_bytes <= estimate.interval_bytes[1]
 
 
 def test_states_are_told_apart(estimated):

@@ -154,7 +154,7 @@ def test_will_it_fit_answers_every_question(tmp_path):
     assert "usable on NVIDIA GeForce RTX 3060: fits" in shown
     assert "train.py:" in shown, "no source line of the example itself"
     assert page.is_file()
-    largest = {name: int(size) for name, size in re.findall(r"^  (\S+): (\d+) is safe", shown, re.MULTILINE)}
+    largest = {name: int(size) for name, size in re.findall(r"^  (\S+): (\d+) fits with 95%", shown, re.MULTILINE)}
     even = int(re.search(r"multiples of 8: (\d+)", shown)[1])
     assert largest["amp-bf16"] > largest["fp32"]
     assert even % 8 == 0

@@ -7,7 +7,7 @@ from memfit.allocator.bfc import BestFitAllocator
 from memfit.allocator.caching import CachingAllocator, StreamPools
 from memfit.allocator.rounding import MIN_BLOCK_BYTES, round_size
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
-from memfit.core.timeline import Timeline
+from memfit.core.timeline import Category, Timeline, is_optional
 
 DEFAULT_OPTIONS = AllocatorOptions()
 
@@ -21,8 +21,35 @@ def replay(
     is allocated or freed from there on, and that tick and all later ones show the state in which the allocator raised
     its error. Blocks of 0 bytes take nothing.
     """
+    return _cached(timeline, options, capacity_bytes, _requests(timeline), signed_events(timeline))
+
+
+def replay_otherwise(timeline: Timeline, options: AllocatorOptions, share: float) -> Replay:
+    """Memory over time if libraries took what they take in another way that nobody can rule out.
+
+    The workspaces that they keep are taken before anything else, as by a program that has used them before, and those
+    that they can do without are `share` as large.
+    """
+    blocks = timeline.blocks
+    requests = _requests(timeline)
+    kept = []
+    for number, block in enumerate(blocks, 1):
+        if block.category is Category.WORKSPACE:
+            if block.end is None:
+                kept.append(number)
+            elif is_optional(block.category, block.op):
+                requests[number] = round(share * block.size_bytes)
+    events = signed_events(timeline)
+    first = set(kept)
+    return _cached(timeline, options, None, requests, [*kept, *(event for event in events if event not in first)])
+
+
+def _cached(
+    timeline: Timeline, options: AllocatorOptions, capacity_bytes: int | None, requests: list[int], events: list[int]
+) -> Replay:
+    """What the caching allocator makes of these requests in this order."""
     allocator = CachingAllocator(options, capacity_bytes)
-    divisions, requests = options.roundup_power2_divisions, _requests(timeline)
+    divisions = options.roundup_power2_divisions
     if divisions > 1:
         sizes = [round_size(size, divisions) if size else 0 for size in requests]
     else:
@@ -30,7 +57,13 @@ def replay(
         sizes = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in requests]
     streams = [0, *(block.stream for block in timeline.blocks)]
     pools = [allocator.pools_of(stream) for stream in streams] if any(streams) else None
-    return _replayed(timeline, requests, sizes, allocator, allocator.source, pools)
+    return _replayed(events, requests, sizes, allocator, allocator.source, pools)
+
+
+def replay_variants(timeline: Timeline, options: AllocatorOptions = DEFAULT_OPTIONS) -> tuple[Replay, ...]:
+    """A few such replays: without optional workspaces, and where there are any, with half of them."""
+    has_optional = any(is_optional(block.category, block.op) for block in timeline.blocks)
+    return tuple(replay_otherwise(timeline, options, share) for share in ((0.0, 0.5) if has_optional else (0.0,)))
 
 
 def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growth: bool = True) -> Replay:
@@ -39,7 +72,7 @@ def replay_best_fit(timeline: Timeline, capacity_bytes: int | None = None, growt
     With `growth`, regions are taken as they are needed (TensorFlow's `allow_growth`, JAX without preallocation).
     """
     allocator, requests = BestFitAllocator(capacity_bytes, growth=growth), _requests(timeline)
-    return _replayed(timeline, requests, requests, allocator, allocator)
+    return _replayed(signed_events(timeline), requests, requests, allocator, allocator)
 
 
 def replay_plain(timeline: Timeline, capacity_bytes: int | None = None) -> Replay:
@@ -82,7 +115,7 @@ def _requests(timeline: Timeline) -> list[int]:
 
 
 def _replayed(
-    timeline: Timeline,
+    events: list[int],
     requests: list[int],
     sizes: list[int],
     allocator: Any,
@@ -99,7 +132,7 @@ def _replayed(
     reserved: list[int] = []
     requested = requested_peak = 0
     out_of_memory = None
-    for tick, event in enumerate(signed_events(timeline)):
+    for tick, event in enumerate(events):
         if event > 0:
             size = sizes[event]
             if size:
@@ -118,7 +151,7 @@ def _replayed(
                 requested -= requests[-event]
         allocated.append(allocator.allocated)
         reserved.append(source.reserved)
-    num_left = timeline.num_ticks - len(allocated)
+    num_left = len(events) - len(allocated)
     allocated += [allocator.allocated] * num_left
     reserved += [source.reserved] * num_left
     return Replay(

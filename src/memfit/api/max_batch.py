@@ -1,4 +1,4 @@
-"""`memfit.max_batch`: the largest batch that is safe on a device, and the largest that fits."""
+"""`memfit.max_batch`: the largest batch that fits on a device with 95%, and the largest that fits at best."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,38 +8,37 @@ from memfit.api.devices import resolve
 from memfit.api.jobs import as_job, open_estimator
 from memfit.core.device import Device
 from memfit.core.errors import BadBatch, BadInput, StepFailed
-from memfit.core.estimate import Estimate
+from memfit.core.estimate import CACHE_RELEASED, WORKSPACE_DROPPED, Estimate
 from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions
 from memfit.core.shown import Shown
+from memfit.core.spread import COVERAGE
 from memfit.core.units import format_size
 from memfit.estimator.estimator import checked_batch_size
 from memfit.reports.estimate import tables
 
 _LARGEST_BATCH = 2**24
-# Of the usable memory: estimates were off by up to 2.1% of measured peaks (docs/results).
-_SAFE_SHARE = 0.97
-# Sizes so much smaller are looked at before one is called safe; all of the next where that takes no trace.
+# A device that is as full as these say fits the step, but makes it slower.
+_FULL = {CACHE_RELEASED, WORKSPACE_DROPPED}
+# Sizes so much smaller are looked at before one is called sure; all of the next where that takes no trace.
 _FEW_NEIGHBOURS: Sequence[int] = (1, 2, 4, 8)
 _NEIGHBOURS: Sequence[int] = range(1, 33)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MaxBatch(Shown):
-    """The largest batch that is safe, and the largest that fits.
+    """The largest batch that fits with a probability of 95%, and the largest that fits if everything is as estimated.
 
-    A size is safe when it needs at most 97% of the usable memory with nothing that limits the allocator, and every size
-    below it that was looked at fits: an allocator may place a smaller batch worse than a larger one. Estimates were off
-    by up to 2.1% of measured peaks. Beyond that, a step fits only if everything is as estimated, or because the
-    allocator gives back its cache.
+    A size counts as sure when its estimate says so without an allocator that has to give back its cache, and every size
+    below it that was looked at fits: an allocator may place a smaller batch worse than a larger one.
 
     Args:
-        batch_size: the largest that is safe; None when none is.
-        estimate: the estimate at that batch size; at the limit when none is safe, and at the smallest one tried when
+        batch_size: the largest that fits with 95%; None when none does.
+        estimate: the estimate at that batch size; at `limit` when none is sure, and at the smallest one tried when
             nothing fits.
         tried: (batch size, bytes that the device must provide, fits) of every size looked at, in order. For those that
             don't fit it is what an unlimited device would provide.
-        limit: the largest batch size that fits; None when not even the smallest does.
+        limit: the largest batch size that fits at best; None when not even the smallest does.
     """
 
     batch_size: int | None
@@ -69,7 +68,7 @@ def max_batch(
     allocator: AllocatorOptions | None = None,
     candidates: Iterable[int] | None = None,
 ) -> MaxBatch:
-    """The largest batch that is safe, and the largest that fits, from a handful of traces.
+    """The largest batch that fits with a probability of 95%, and the largest at best, from a handful of traces.
 
     Args:
         model: as for `estimate`.
@@ -110,7 +109,7 @@ def _checked(candidates: list[int]) -> list[int]:
 
 
 class _Search:
-    """Looks for the largest batch that is safe and the largest that fits, on the scaled timelines."""
+    """Looks for the largest batch that surely fits and the largest that fits, on the scaled timelines."""
 
     def __init__(self, start: Estimate, neighbours: Sequence[int] = _FEW_NEIGHBOURS) -> None:
         self._start = start
@@ -122,16 +121,16 @@ class _Search:
     def run(self, candidates: list[int] | None) -> MaxBatch:
         sizes: Sequence[int] = candidates or range(1, self._first_too_large())
         limit = self._bisect(lambda i: self._fits(sizes[i]), len(sizes))
-        safe = self._safe(sizes[: 0 if limit is None else limit + 1])
+        sure = self._sure(sizes[: 0 if limit is None else limit + 1])
         tried = tuple((n, e.peak_bytes, bool(e.fits)) for n, e in sorted(self._seen.items()))
         largest = None if limit is None else sizes[limit]
-        shown = next((size for size in (safe, largest) if size is not None), min(self._seen))
-        return MaxBatch(safe, self._seen[shown], tried, largest)
+        shown = next((size for size in (sure, largest) if size is not None), min(self._seen))
+        return MaxBatch(sure, self._seen[shown], tried, largest)
 
-    def _safe(self, sizes: Sequence[int]) -> int | None:
-        """The largest size that is safe, below which every one that was looked at fits."""
+    def _sure(self, sizes: Sequence[int]) -> int | None:
+        """The largest size that is sure, below which every one that was looked at fits."""
         count = len(sizes)
-        while (best := self._bisect(lambda i: self._is_safe(sizes[i]), count)) is not None:
+        while (best := self._bisect(lambda i: self._is_sure(sizes[i]), count)) is not None:
             # What the allocator makes of sizes goes up and down: those right below must fit, too.
             below = {best - step for step in self._neighbours if step <= best}
             below |= {place for place in range(best) if sizes[place] in self._seen}
@@ -150,11 +149,11 @@ class _Search:
             del self._seen[batch_size]
         return fits
 
-    def _is_safe(self, batch_size: int) -> bool:
+    def _is_sure(self, batch_size: int) -> bool:
         if not self._fits(batch_size):
             return False
         estimate = self._seen[batch_size]
-        return estimate.upper_bytes <= _SAFE_SHARE * (estimate.capacity_bytes or 0)
+        return (estimate.fit_probability or 0) >= COVERAGE and _FULL.isdisjoint(note.code for note in estimate.notes)
 
     def _first_too_large(self) -> int:
         """A size that doesn't fit, or is beyond all that are looked at."""

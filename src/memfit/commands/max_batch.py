@@ -1,4 +1,4 @@
-"""The largest batch that is safe on a device, and the largest that fits.
+"""The largest batch that surely fits on a device, and the largest at best.
 
 Examples:
   memfit max-batch timm:resnet50 --device t4 --precision amp-fp16

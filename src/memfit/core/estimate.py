@@ -1,7 +1,8 @@
 """The answer of `memfit.estimate`: what a step needs, where it goes, and how sure that is."""
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from memfit.core.errors import BadInput
 from memfit.core.replay import Replay
 from memfit.core.reporters import Reporters
 from memfit.core.shown import Shown
+from memfit.core.spread import Spread, cache_spread, capacity_width, combined, probability
 from memfit.core.timeline import Block, Timeline
 from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.core.units import format_size
@@ -50,6 +52,12 @@ class Note:
 
 AT_MOST = "peak-at-most"
 """Code of the note that tensors at the peak are as large as they can be."""
+
+CACHE_RELEASED = "cache-released"
+"""Code of the note that the allocator had to give back its cache."""
+
+WORKSPACE_DROPPED = "workspace-dropped"
+"""Code of the note that cuDNN had to do without workspaces."""
 
 LACKS_PRECISION = "device-lacks-precision"
 """Code of the notes on a precision that the device has no fast arithmetic or no lean kernels for."""
@@ -120,10 +128,11 @@ class Estimate(Shown):
         replay: what the allocator made of it; where it doesn't fit, what an unlimited device would, with the failure
             noted.
         context_bytes: memory of the CUDA context.
-        lower_bytes: the device can't do with less.
-        upper_bytes: the device will not need more, barring what `notes` list.
+        certain_bytes: the device can't do with less, whatever sizes that depend on data turn out to be.
+        tight_bytes: what is enough where the allocator gives back its cache and cuDNN does without workspaces.
         host: what the host must hold.
         notes: assumptions made on the way.
+        spreads: what is assumed, and how far off each part may be; `all_spreads` has the cache as well.
         num_parameters: elements of all parameters.
         state_bytes: parameters, buffers, gradients and optimizer state, each in full, by category.
         batch_bytes: the batch of one step.
@@ -140,10 +149,11 @@ class Estimate(Shown):
     timeline: Timeline
     replay: Replay
     context_bytes: int
-    lower_bytes: int
-    upper_bytes: int
+    certain_bytes: int
+    tight_bytes: int
     host: HostMemory
     notes: tuple[Note, ...] = ()
+    spreads: tuple[Spread, ...] = field(default=(), compare=False)  # a file has the cache among them
     num_parameters: int = 0
     state_bytes: dict[str, int] = field(default_factory=dict)
     batch_bytes: int = 0
@@ -152,6 +162,8 @@ class Estimate(Shown):
     time: StepTime | None = None
     rescale: "Callable[[int], Estimate] | None" = field(default=None, compare=False, repr=False)
     """Answers for another batch size; set by the one who traced, gone after a round trip through JSON."""
+    vary: Callable[[], Sequence[Replay]] | None = field(default=None, compare=False, repr=False)
+    """Replays the step with other places and sizes of what libraries take; run when an interval is asked for."""
 
     def __str__(self) -> str:
         return reporters.describe(self)
@@ -207,6 +219,44 @@ class Estimate(Shown):
         return None if self.capacity_bytes is None else self.peak_bytes <= self.capacity_bytes
 
     @cached_property
+    def all_spreads(self) -> tuple[Spread, ...]:
+        """Everything that is assumed, and how far off each part may be."""
+        return self.spreads if self.vary is None else (*self.spreads, cache_spread(self.replay, self.vary()))
+
+    @property
+    def interval_bytes(self) -> tuple[int, int]:
+        """(least, most) that the device must provide in 19 of 20 cases, if sizes that depend on data are as assumed."""
+        peak_bytes = self.peak_bytes
+        least = peak_bytes - combined(spread.below_bytes for spread in self.all_spreads)
+        most = peak_bytes + combined(spread.above_bytes for spread in self.all_spreads)
+        # What can't be given back is always there.
+        fixed = self.tight_bytes - combined(spread.below_bytes for spread in self.spreads if spread.decides)
+        if self.replay.num_retries and self.capacity_bytes is not None and self.fits:
+            # The allocator has taken what there is.
+            most = max(peak_bytes, min(most, self.capacity_bytes))
+        return round(max(0, least, min(fixed, peak_bytes))), round(most)
+
+    @property
+    def fit_probability(self) -> float | None:
+        """How sure it is that the step runs on the device, from 0.01 to 0.99; None when its capacity is unknown.
+
+        Sizes that depend on data are taken to be the largest that they can be.
+        """
+        if self.capacity_bytes is None:
+            return None
+        margin: float = self.capacity_bytes - self.tight_bytes
+        if self.mode == DRY_RUN and self.replay.out_of_memory is not None:
+            # A program that broke off needs more, and nobody knows how much.
+            margin = -math.inf
+        elif not self.fits:
+            # What is allocated would fit, and still a replay has found no place for it.
+            margin = min(0, margin)
+        widths = [
+            spread.above_bytes if margin >= 0 else spread.below_bytes for spread in self.spreads if spread.decides
+        ]
+        return probability(margin, combined([*widths, capacity_width(self.device)]))
+
+    @cached_property
     def peak_tick(self) -> int:
         """Tick of the timeline at which most is allocated."""
         allocated = self.replay.allocated
@@ -258,8 +308,8 @@ class Estimate(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
-        plain = asdict(replace(self, timeline=Timeline((), 0), rescale=None))
-        del plain["rescale"]
+        plain = asdict(replace(self, timeline=Timeline((), 0), spreads=self.all_spreads, rescale=None, vary=None))
+        del plain["rescale"], plain["vary"]
         return {
             **header("estimate"),
             **plain,
@@ -268,6 +318,8 @@ class Estimate(Shown):
             "reserved_peak_bytes": self.reserved_peak_bytes,
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
+            "fit_probability": self.fit_probability,
+            "interval_bytes": list(self.interval_bytes),
             "moment": self.moment,
             "breakdown": asdict(self.breakdown),
             "host": self.host.parts,
@@ -284,10 +336,21 @@ class Estimate(Shown):
     def from_json(cls, data: Any) -> "Estimate":
         """The estimate that `to_json` wrote, from its structure or its text."""
         with reading(data, "estimate", "an estimate") as plain:
-            estimate = made_of(cls, {**plain, "host": {"parts": plain["host"]}, "rescale": None})
+            estimate = made_of(
+                cls, {**_with_spreads(plain), "host": {"parts": plain["host"]}, "rescale": None, "vary": None}
+            )
             # The timeline, which may be long, has been looked at.
             checked(replace(estimate, timeline=Timeline((), 0)), "an estimate")
             return estimate
+
+
+def _with_spreads(plain: dict[str, Any]) -> dict[str, Any]:
+    """A file's fields; where it was written before there were spreads, made of the two bounds that it has instead."""
+    if "certain_bytes" in plain or "lower_bytes" not in plain:
+        return plain
+    least, peak, most = (int(plain[name]) for name in ("lower_bytes", "peak_bytes", "upper_bytes"))
+    spread = Spread("bounds", max(0, peak - least), max(0, most - peak), "the file, of an earlier version")
+    return {**plain, "certain_bytes": least, "tight_bytes": least, "spreads": [asdict(spread)]}
 
 
 def _source_of(timeline: Timeline) -> Callable[[Block], str]:

@@ -129,6 +129,8 @@ class Plan(Shown):
         notes: assumptions made on the way.
         planned_in_seconds: how long the search took.
         framework: what runs the step: "torch", "jax", or "keras:" and its backend.
+        fit_probability: how sure it is that the step as planned runs within the budget, from 0.01 to 0.99; None where
+            nobody knows.
         estimate_before: the whole estimate; None after a round trip through JSON.
         estimate_after: the same of the planned step.
     """
@@ -148,6 +150,7 @@ class Plan(Shown):
     notes: tuple[Note, ...] = ()
     planned_in_seconds: float = 0.0
     framework: str = "torch"
+    fit_probability: float | None = None
     estimate_before: Estimate | None = field(default=None, compare=False)
     estimate_after: Estimate | None = field(default=None, compare=False)
 

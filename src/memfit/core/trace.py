@@ -44,6 +44,7 @@ class Trace:
             each as a multiple of the timeline's.
         work: every operator of a step in order, forward and backward pass of the first, update of the second; empty
             where a framework doesn't tell.
+        grouped_bytes: the most that a grouped convolution may take beside what the timeline has.
     """
 
     timeline: Timeline
@@ -59,6 +60,7 @@ class Trace:
     state_bytes: Mapping[Category, int] = field(default_factory=dict)
     spread: tuple[float, float] = (1.0, 1.0)
     work: tuple[Work, ...] = ()
+    grouped_bytes: int = 0
 
 
 class Tracer(Protocol):

@@ -4,16 +4,27 @@ import operator
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from memfit.allocator import replay, replay_best_fit, replay_plain
+from memfit.allocator import replay, replay_best_fit, replay_plain, replay_variants
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadBatch, BadInput, StepFailed
-from memfit.core.estimate import PAGED_STATE, Estimate, HostMemory, Note, StepTime, at_most_notes
+from memfit.core.estimate import (
+    CACHE_RELEASED,
+    PAGED_STATE,
+    WORKSPACE_DROPPED,
+    Estimate,
+    HostMemory,
+    Note,
+    StepTime,
+    at_most_notes,
+)
 from memfit.core.job import Job
 from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions, OutOfMemory, Replay
 from memfit.core.settings import Settings
+from memfit.core.spread import spreads_of
 from memfit.core.timeline import Category, Timeline
 from memfit.core.trace import Serving, Trace, Tracer
 from memfit.core.units import MIB
@@ -26,11 +37,11 @@ _PROCESS_BYTES = 600 * MIB
 _WORKER_BYTES = 250 * MIB
 
 _CACHE_RELEASED = Note(
-    "cache-released",
+    CACHE_RELEASED,
     "the device is nearly full: the allocator must free its cache and retry, which fits but costs time",
 )
 _WORKSPACE_DROPPED = Note(
-    "workspace-dropped", "it fits only because cuDNN falls back to slower algorithms that need no workspace"
+    WORKSPACE_DROPPED, "it fits only because cuDNN falls back to slower algorithms that need no workspace"
 )
 
 
@@ -170,9 +181,9 @@ class Estimator:
             replays = (lambda timeline, limit: _laid_out(timeline, assigned_bytes, limit),) * 2
         elif trace.serving is Serving.BEST_FIT:
             replays = replay_best_fit, replay_plain
-        timeline, answer, unbounded, notes = _replayed(timeline, floor, device, replays)
+        timeline, answer, notes = _replayed(timeline, floor, device, replays)
         reserved = answer.reserved_peak_bytes
-        least, most = (round(reserved * factor) for factor in (exact or trace).spread)
+        is_cached = device.kind is Kind.CUDA and assigned_bytes is None and trace.serving is Serving.CACHING
         scale = 1 if not batch_size or not self.tracer.batch_size else batch_size / self.tracer.batch_size
         return Estimate(
             subject=self.tracer.name,
@@ -183,15 +194,22 @@ class Estimator:
             timeline=timeline,
             replay=answer,
             context_bytes=context_bytes,
-            lower_bytes=min(timeline.certain().peak()[1], reserved, least) + context_bytes,
-            upper_bytes=max(reserved, unbounded.reserved_peak_bytes, most) + context_bytes,
+            certain_bytes=min(timeline.certain().peak()[1], reserved) + context_bytes,
+            tight_bytes=(reserved if device.kind is Kind.HOST else min(floor.peak()[1], reserved)) + context_bytes,
             host=_host_memory(self.job, trace, device, scale, self._framework),
             notes=(*trace.notes, *self.tracer.notes, *notes, *at_most_notes(timeline)),
+            spreads=spreads_of(
+                device,
+                answer,
+                grouped_bytes=round((exact or trace).grouped_bytes * (1 if exact else scale)),
+                orders=(exact or trace).spread,
+            ),
             num_parameters=trace.num_parameters,
             state_bytes={str(category): size for category, size in (trace.state_bytes or state_of(timeline)).items()},
             batch_bytes=round(trace.batch_bytes * scale),
             time=self._time(batch_size) if fitted is None else None,
             seconds=time.perf_counter() - started,
+            vary=partial(replay_variants, timeline, options or self._options) if is_cached else None,
             rescale=self.at_batch if self.tracer.batch_size is not None and fitted is None else None,
         )
 
@@ -239,8 +257,8 @@ def state_of(timeline: Timeline) -> dict[Category, int]:
 
 def _replayed(
     timeline: Timeline, floor: Timeline, device: Device, replays: _Replays
-) -> tuple[Timeline, Replay, Replay, tuple[Note, ...]]:
-    """(the timeline as it runs, what the device makes of it, what an unlimited one would of the whole, remarks).
+) -> tuple[Timeline, Replay, tuple[Note, ...]]:
+    """(the timeline as it runs, what the device makes of it, remarks).
 
     Where the step doesn't fit, the second is the unlimited one with the failure noted: what would be needed says more
     than where it broke off. `timeline` has everything the step would like to have, `floor` only what it can't do
@@ -250,19 +268,19 @@ def _replayed(
     if device.kind is Kind.HOST:
         free = on_host(timeline, None)
         capped = on_host(timeline, device.usable_bytes)
-        return timeline, replace(free, out_of_memory=capped.out_of_memory), free, ()
+        return timeline, replace(free, out_of_memory=capped.out_of_memory), ()
     free = on_gpu(timeline, None)
     context_bytes = device.context_bytes or 0
     if device.usable_bytes is None or free.reserved_peak_bytes + context_bytes <= device.usable_bytes:
-        return timeline, free, free, ()
+        return timeline, free, ()
     capacity = max(1, device.usable_bytes - context_bytes)
     capped = on_gpu(timeline, capacity)
     if capped.out_of_memory is None:
-        return timeline, capped, free, (_CACHE_RELEASED,)
+        return timeline, capped, (_CACHE_RELEASED,)
     lean = on_gpu(floor, capacity)
     if lean.out_of_memory is None:
-        return floor, lean, free, (_WORKSPACE_DROPPED,)
-    return timeline, replace(free, out_of_memory=lean.out_of_memory), free, ()
+        return floor, lean, (_WORKSPACE_DROPPED,)
+    return timeline, replace(free, out_of_memory=lean.out_of_memory), ()
 
 
 def _host_memory(job: Job, trace: Trace, device: Device, scale: float, framework: str) -> HostMemory:

@@ -326,6 +326,7 @@ class Planner:
             notes=(*before.notes, *lacking, *question.notes, *question.notes_on(chosen.settings)),
             planned_in_seconds=time.perf_counter() - self._started,
             framework=question.framework,
+            fit_probability=proof.estimate.fit_probability,
             estimate_before=before,
             estimate_after=proof.estimate,
         )

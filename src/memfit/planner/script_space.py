@@ -15,9 +15,10 @@ computed on top of that run.
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from memfit.allocator import replay
+from memfit.allocator import replay, replay_variants
 from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Estimate, Note
@@ -25,6 +26,7 @@ from memfit.core.plan import Refusal
 from memfit.core.progress import announce
 from memfit.core.replay import AllocatorOptions, Replay
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
+from memfit.core.spread import spreads_of
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import format_size
 from memfit.planner import moves, timeline_moves
@@ -310,13 +312,15 @@ class ScriptMemory:
         timeline, options = self.timeline(settings)
         replayed = replay(timeline, options)
         reserved = self._provided(timeline, replayed) - self._estimate.context_bytes
-        live = timeline.without_optional().peak()[1]
+        live, context_bytes = min(timeline.without_optional().peak()[1], reserved), self._estimate.context_bytes
         return replace(
             self._estimate,
             timeline=timeline,
             replay=replace(replayed, reserved_peak_bytes=reserved),
-            lower_bytes=min(live, reserved) + self._estimate.context_bytes,
-            upper_bytes=reserved + self._estimate.context_bytes,
+            certain_bytes=live + context_bytes,
+            tight_bytes=live + context_bytes,
+            spreads=spreads_of(self._estimate.device, replayed),
+            vary=partial(replay_variants, timeline, options),
         )
 
 

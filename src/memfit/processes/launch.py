@@ -292,8 +292,8 @@ def _estimate(largest: DryRun, run: DryRun, peak_bytes: int, failures: Iterable[
         estimate,
         subject=estimate.subject if run.estimate is None else run.estimate.subject,
         other_bytes=other_bytes,
-        lower_bytes=estimate.lower_bytes + other_bytes,
-        upper_bytes=estimate.upper_bytes + other_bytes,
+        certain_bytes=estimate.certain_bytes + other_bytes,
+        tight_bytes=estimate.tight_bytes + other_bytes,
         # Another process has put something there.
         notes=tuple(note for note in notes if note.code != "nothing-on-device"),
     )

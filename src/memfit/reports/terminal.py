@@ -53,11 +53,11 @@ class SafeConsole(Console):
 def render_estimate(estimate: Estimate) -> RenderableType:
     """The estimate as something rich can print."""
     report = figures.report(estimate)
-    bounds, *failure = report.details
+    certainty, *failure = report.details
     return Group(
         Text(figures.headline(estimate), style="bold"),
         Text(report.verdict, style=_VERDICTS[report.is_good]),
-        Text(bounds, style="dim"),
+        Text(certainty, style="dim"),
         *(Text(line, style="red") for line in failure),
         *_rendered(report.parts),
     )
@@ -178,7 +178,7 @@ def _comparison_column(estimate: Estimate) -> dict[str, str]:
         "gradients": format_size(category.get(Category.GRADIENT.value, 0)),
         "optimizer state": format_size(category.get(Category.OPTIMIZER_STATE.value, 0)),
         "usable": figures.with_origin(estimate.capacity_bytes, estimate.device.usable_origin),
-        "fits": figures.yes_or_no(estimate.fits),
+        "fits": figures.sure_cell(estimate),
         "time of a step (simulated)": figures.step_time(estimate),
         "samples per second (simulated)": figures.throughput(estimate),
         "host memory (assumed)": figures.host_total(estimate),

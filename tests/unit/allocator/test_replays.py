@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from memfit.allocator import replay, replay_plain
+from memfit.allocator import replay, replay_plain, replay_variants
 from memfit.allocator.replays import signed_events
 from memfit.core.replay import OutOfMemory
 from memfit.core.timeline import Block, Category, Phase, Timeline
@@ -77,3 +77,29 @@ def test_what_one_stream_has_freed_serves_no_other() -> None:
 
     assert [size // MIB for size in replay(timeline).reserved] == [12, 12, 24, 24]
     assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+def block(size_mib, start, end, category=Category.ACTIVATION, op=""):
+    return Block(size_mib * MIB, start, end, category, Phase.FORWARD, op=op)
+
+
+def test_variants_leave_out_and_halve_what_a_library_can_do_without():
+    # GIVEN an activation, a convolution's workspace beside it, and a workspace that a library keeps
+    workspace = block(100, 1, 2, Category.WORKSPACE, "aten.convolution")
+    timeline = Timeline((block(40, 0, 4), workspace, block(8, 3, None, Category.WORKSPACE, "cuBLAS workspace")), 5)
+
+    without, half = replay_variants(timeline)
+
+    # THEN without it two segments are enough, and the library's own comes first
+    assert (without.reserved_peak_bytes, half.reserved_peak_bytes) == (60 * MIB, 110 * MIB)
+    assert replay(timeline).reserved_peak_bytes == 140 * MIB
+    assert without.allocated[0] == 8 * MIB
+    assert len(without.allocated) == timeline.num_ticks
+
+
+def test_a_step_without_optional_workspaces_has_one_variant():
+    timeline = Timeline((block(40, 0, 1),), 2)
+
+    (only,) = replay_variants(timeline)
+
+    assert only.reserved == replay(timeline).reserved

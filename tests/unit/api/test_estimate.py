@@ -348,7 +348,10 @@ def test_a_batch_without_common_dimension_has_no_size():
 def test_bounds_lie_around_the_peak(make, device, batch_size):
     estimate = memfit.estimate(make(batch_size), device=device)
 
-    assert 0 < estimate.lower_bytes <= estimate.peak_bytes <= estimate.upper_bytes
+    least, most = estimate.interval_bytes
+    assert 0 < least <= estimate.peak_bytes <= most
+    assert 0 < estimate.certain_bytes <= estimate.tight_bytes <= estimate.peak_bytes
+    assert estimate.fit_probability is None or (estimate.fit_probability >= 0.5) == estimate.fits
     assert estimate.allocated_peak_bytes <= estimate.reserved_peak_bytes
 
 
@@ -379,14 +382,14 @@ def test_what_does_not_fit_says_what_it_would_need():
 def test_a_tight_fit_is_noted():
     # GIVEN capacities between what a step can do with and what it would like to have
     free = memfit.estimate(jobs.deep_job(), device=UNLIMITED)
-    between = range(free.lower_bytes // 2, free.upper_bytes, (free.upper_bytes - free.lower_bytes) // 12)
-    made = [memfit.estimate(jobs.deep_job(), device=sized(size)) for size in (*between, free.upper_bytes)]
+    between = range(free.certain_bytes // 2, free.peak_bytes, (free.peak_bytes - free.certain_bytes) // 12)
+    made = [memfit.estimate(jobs.deep_job(), device=sized(size)) for size in (*between, free.peak_bytes)]
 
     # THEN with each more of memory it does better: fails, drops workspaces, releases its cache, just fits
     stages = [(estimate.fits, *(note.code for note in estimate.notes)) for estimate in made]
     assert list(dict.fromkeys(stages)) == [(False,), (True, "workspace-dropped"), (True, "cache-released"), (True,)]
     for estimate in made:
-        assert estimate.lower_bytes <= estimate.peak_bytes <= estimate.upper_bytes == free.upper_bytes
+        assert estimate.certain_bytes <= estimate.tight_bytes <= estimate.peak_bytes <= free.peak_bytes
         assert estimate.fits == (estimate.peak_bytes <= estimate.capacity_bytes)
         for view in dataclasses.asdict(estimate.breakdown).values():
             assert sum(view.values()) == estimate.peak_bytes
@@ -430,7 +433,7 @@ def test_printing_answers_the_question():
     lines = str(memfit.estimate(jobs.conv_job(), device="rtx-3090")).splitlines()
 
     assert lines[0] == "ConvNet: training, batch size 4, precision as given"
-    assert lines[1].endswith("usable on NVIDIA GeForce RTX 3090: fits")
+    assert lines[1].endswith("usable on NVIDIA GeForce RTX 3090: fits (99%)")
     assert any("tests/jobs.py:" in line for line in lines)
 
 

@@ -7,7 +7,8 @@ import pytest
 from memfit.core import estimate as module
 from memfit.core.device import Origin
 from memfit.core.errors import BadFile, BadInput
-from memfit.core.estimate import CACHED, CONTEXT, Estimate, HostMemory, _source_of
+from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, Estimate, HostMemory, _source_of
+from memfit.core.replay import OutOfMemory
 from memfit.core.reporters import Reporters
 from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.units import MIB
@@ -117,7 +118,7 @@ def test_a_step_can_be_moved_by_the_one_who_traced_it():
     assert estimate.at_batch(8).batch_size == 8
 
 
-@pytest.mark.parametrize("key", ["format", "version", "subject", "device", "timeline", "replay", "host", "lower_bytes"])
+@pytest.mark.parametrize("key", ["format", "version", "subject", "device", "timeline", "replay", "host", "tight_bytes"])
 def test_a_missing_part_is_refused(key):
     data = make_estimate().to_json()
     del data[key]
@@ -138,7 +139,7 @@ def test_a_missing_part_is_refused(key):
         lambda d: d.update(host=[1]),
         lambda d: d.update(notes=[{"colour": "green"}]),
         lambda d: d.update(context_bytes="much"),
-        lambda d: d.update(lower_bytes=None),
+        lambda d: d.update(tight_bytes=None),
         lambda d: d.update(seconds=[]),
         lambda d: d["timeline"].update(num_ticks=1),
     ],
@@ -191,3 +192,63 @@ def test_layers_stand_for_lines_where_no_block_has_one():
 
     assert named("") == {"(framework) in conv": 8, "(framework)": 4}
     assert named("train.py:3") == {"(framework)": 8, "train.py:3": 4}
+
+
+def test_a_file_with_two_bounds_is_still_read():
+    # GIVEN what versions without spreads wrote
+    estimate = make_estimate()
+    data = estimate.to_json()
+    for name in ("certain_bytes", "tight_bytes", "spreads", "interval_bytes", "fit_probability"):
+        del data[name]
+    data |= {"lower_bytes": estimate.peak_bytes - 500, "upper_bytes": estimate.peak_bytes + 300}
+
+    # THEN its bounds are the interval
+    back = Estimate.from_json(data)
+    assert back.interval_bytes == (estimate.peak_bytes - 500, estimate.peak_bytes + 300)
+    assert back.certain_bytes == back.tight_bytes == estimate.peak_bytes - 500
+
+
+def test_what_is_given_back_does_not_decide():
+    # GIVEN a device that has what is allocated and 2.5% more, but not what cuDNN may take on top
+    estimate = make_estimate()
+    usable = round(1.025 * estimate.tight_bytes)
+    tight = dataclasses.replace(estimate, device=dataclasses.replace(estimate.device, usable_bytes=usable))
+
+    # THEN only spreads that decide count
+    assert 0.9 < tight.fit_probability < 0.99 or tight.fits is False
+    wide = tuple(dataclasses.replace(spread, above_bytes=10**12) for spread in tight.spreads if not spread.decides)
+    decisive = tuple(spread for spread in tight.spreads if spread.decides)
+    assert dataclasses.replace(tight, spreads=(*decisive, *wide)).fit_probability == tight.fit_probability
+
+
+def test_the_interval_ends_where_a_full_device_does():
+    estimate = make_estimate()
+    full = dataclasses.replace(estimate.device, usable_bytes=estimate.peak_bytes + 10)
+    squeezed = dataclasses.replace(estimate, device=full, replay=dataclasses.replace(estimate.replay, num_retries=1))
+
+    assert squeezed.interval_bytes[1] == estimate.peak_bytes + 10
+    assert dataclasses.replace(estimate, device=full).interval_bytes[1] > estimate.peak_bytes + 10
+
+
+def test_a_program_that_broke_off_surely_does_not_fit():
+    lost = dataclasses.replace(make_estimate().replay, out_of_memory=OutOfMemory(1, 2, 3, 4))
+
+    assert make_estimate(mode=DRY_RUN, replay=lost).fit_probability == pytest.approx(0.01)
+
+
+def test_the_cache_is_varied_when_an_interval_is_asked_for():
+    # GIVEN an estimate whose step can be replayed with other workspaces
+    asked = []
+    plain = make_estimate()
+
+    def vary():
+        asked.append(1)
+        return (dataclasses.replace(plain.replay, reserved_peak_bytes=plain.replay.reserved_peak_bytes - 100 * MIB),)
+
+    estimate = make_estimate(vary=vary)
+
+    # THEN the verdict does without, the interval is wider, and a file has what was found
+    assert estimate.fit_probability == plain.fit_probability and not asked
+    assert estimate.interval_bytes[1] > plain.interval_bytes[1]
+    back = Estimate.from_json(estimate.to_json())
+    assert (len(asked), back.interval_bytes, back.vary) == (1, estimate.interval_bytes, None)

@@ -23,7 +23,7 @@ STUDY.add_trial(optuna.trial.create_trial(value=0.25, user_attrs=ENDED))
 RESULTS = {
     "<Estimate of ResNet: 1.13 GiB on rtx-3090, fits>": ESTIMATE,
     "<Plan of ResNet: 900.0 MiB of 900.0 MiB on rtx-3090, 4 moves, 1.19 times as long>": make_plan(),
-    "<MaxBatch of ResNet: batch size 8 is safe; 9 is the limit, 1.13 GiB of 23.7 GiB on rtx-3090>": memfit.MaxBatch(
+    "<MaxBatch of ResNet: batch size 8 fits with 95%; 9 at best, 1.13 GiB of 23.7 GiB on rtx-3090>": memfit.MaxBatch(
         8, ESTIMATE, ((8, 9, True),), 9
     ),
     "<MaxBatch of ResNet: no batch size fits, 1.13 GiB of 23.7 GiB on rtx-3090>": memfit.MaxBatch(None, ESTIMATE, ()),
@@ -58,7 +58,7 @@ def test_what_is_printed_of_a_batch_search_is_its_table():
     text = str(memfit.MaxBatch(8, ESTIMATE, ((8, 2**30, True), (16, 2**36, False)), 9))
 
     assert text.startswith(
-        "Batch size 8 is safe; 9 is the limit (23.7 GiB usable on NVIDIA GeForce RTX 3090, measured)\n"
+        "Batch size 8 fits with 95%; 9 at best (23.7 GiB usable on NVIDIA GeForce RTX 3090, measured)\n"
     )
     assert "64.0 GiB" in text
 

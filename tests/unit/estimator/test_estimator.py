@@ -11,6 +11,7 @@ from memfit.api.jobs import open_estimator
 from memfit.core.errors import BadBatch, BadInput
 from memfit.core.job import Job
 from memfit.core.settings import Settings
+from memfit.core.spread import ORDER
 from memfit.estimator.estimator import checked_batch_size
 
 
@@ -46,7 +47,7 @@ def test_settings_that_change_nothing_give_the_plain_estimate(job):
     assert fitted.allocated_peak_bytes == pytest.approx(plain.allocated_peak_bytes, rel=0.001)
 
 
-def test_orders_of_the_operators_widen_the_bounds(job, monkeypatch):
+def test_orders_of_the_operators_widen_the_interval(job, monkeypatch):
     estimator = open_estimator(job, resolve("cpu"))
     plain = estimator.run(eager=False)
     other = open_estimator(job, resolve("cpu"))
@@ -56,8 +57,10 @@ def test_orders_of_the_operators_widen_the_bounds(job, monkeypatch):
     found = other.run(eager=False)
 
     assert found.peak_bytes == plain.peak_bytes
-    assert found.lower_bytes == pytest.approx(0.75 * plain.peak_bytes, abs=1)
-    assert found.upper_bytes == pytest.approx(1.5 * plain.peak_bytes, abs=1)
+    order = next(spread for spread in found.spreads if spread.name == ORDER)
+    assert order.below_bytes == pytest.approx(0.25 * plain.peak_bytes, abs=1)
+    assert order.above_bytes == pytest.approx(0.5 * plain.peak_bytes, abs=1)
+    assert found.interval_bytes[1] >= 1.5 * plain.peak_bytes
 
 
 def test_an_allocator_that_expands_uses_the_trace_again(job):

@@ -28,8 +28,8 @@ def estimate_of(timeline: Timeline, **changes: object) -> Estimate:
         "timeline": timeline,
         "replay": replayed,
         "context_bytes": CONTEXT,
-        "lower_bytes": replayed.allocated_peak_bytes + CONTEXT,
-        "upper_bytes": replayed.reserved_peak_bytes + CONTEXT,
+        "certain_bytes": replayed.allocated_peak_bytes + CONTEXT,
+        "tight_bytes": replayed.allocated_peak_bytes + CONTEXT,
         "host": HostMemory({}),
         "num_parameters": NUM_LAYERS * WEIGHT // 4,
     }

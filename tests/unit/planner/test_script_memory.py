@@ -79,7 +79,7 @@ def test_the_estimate_of_settings_agrees_with_their_peak():
     estimate = memory.estimate(settings)
 
     assert estimate.peak_bytes == memory.peak(settings)
-    assert estimate.lower_bytes <= estimate.peak_bytes
+    assert estimate.certain_bytes <= estimate.peak_bytes
     assert sum(estimate.breakdown.by_category.values()) == estimate.peak_bytes
 
 

@@ -5,6 +5,7 @@ import dataclasses
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.estimate import Estimate, HostMemory, Note
 from memfit.core.replay import OutOfMemory, Replay
+from memfit.core.spread import Spread
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.units import GIB, KIB, MIB
 
@@ -152,8 +153,8 @@ def make_estimate(timeline: Timeline | None = None, device: Device = RTX_3090, *
         timeline=timeline,
         replay=replay,
         context_bytes=300 * MIB,
-        lower_bytes=peak_bytes * 96 // 100,
-        upper_bytes=peak_bytes * 107 // 100,
+        certain_bytes=peak_bytes * 90 // 100,
+        tight_bytes=peak_bytes * 96 // 100,
         host=HostMemory(
             {"interpreter and libraries": 900 * MIB, "model before it moves": 60 * MIB, "4 loader workers": 720 * MIB}
         ),
@@ -163,6 +164,10 @@ def make_estimate(timeline: Timeline | None = None, device: Device = RTX_3090, *
                 "Workspaces of cuDNN are assumed from the shapes; benchmark mode may pick larger ones.",
             ),
             Note("data-dependent-shape", "A shape depends on data; its largest value was assumed.", "model.py:58"),
+        ),
+        spreads=(
+            Spread("tensors", peak_bytes * 2 // 100, peak_bytes * 2 // 100, "published runs"),
+            Spread("cuDNN", 0, peak_bytes * 7 // 100, "its manual", decides=False),
         ),
         num_parameters=25_557_032,
         seconds=1.42,

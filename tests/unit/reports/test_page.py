@@ -30,7 +30,7 @@ def test_page_holds_the_figures():
     data = data_of(render_page(estimate))
 
     assert data["demand"] == "1.13 GiB needed, 23.7 GiB usable on NVIDIA GeForce RTX 3090"
-    assert data["answer"] == "fits"
+    assert data["answer"] == "fits (99%)"
     assert data["needed"] == estimate.peak_bytes
     assert data["peakTick"] == estimate.peak_tick
 

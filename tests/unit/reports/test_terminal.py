@@ -37,8 +37,8 @@ def test_estimate_shows_verdict_breakdown_and_notes():
     text = draw(render_estimate(make_estimate()))
 
     for part in (
-        "1.13 GiB needed, 23.7 GiB usable on NVIDIA GeForce RTX 3090: fits",
-        "lower bound 1.09 GiB, upper bound 1.21 GiB",
+        "1.13 GiB needed, 23.7 GiB usable on NVIDIA GeForce RTX 3090: fits (99%)",
+        "95% interval 1.11 to 1.22 GiB, most of it for cuDNN",
         "Peak in the backward pass of step 2",
         "activation",
         "CUDA context",
@@ -95,7 +95,7 @@ def test_comparison_has_a_column_each_and_the_saving_last():
     # THEN each row has three values and the last tells the saving
     assert rows["peak (simulated)"] == ["1.13 GiB", "740.0 MiB", "1.13 GiB"]
     assert rows["usable"] == ["23.7 GiB (measured)", "unknown", "23.7 GiB (measured)"]
-    assert rows["fits"] == ["yes", "unknown", "yes"]
+    assert rows["fits"] == ["yes, 99%", "unknown", "yes, 99%"]
     assert rows["batch size"] == ["32", "16", "32"]
     assert rows["activations"] == ["656.0 MiB", "328.0 MiB", "656.0 MiB"]
     assert rows["peak against the first"] == ["-", "-420.0 MiB (-36.2%)", "no change"]

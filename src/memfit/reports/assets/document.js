@@ -108,7 +108,7 @@ function fillHead() {
   byId("verdict").textContent = data.demand;
   byId("badge").textContent = `${sign} ${data.answer}`;
   byId("badge").classList.add(tone);
-  for (const text of data.details ?? [data.bounds]) if (text) node("li", { text, parent: byId("details") });
+  for (const text of data.details ?? [data.certainty]) if (text) node("li", { text, parent: byId("details") });
   byId("failure").textContent = data.failure ?? "";
   byId("failure").hidden = !data.failure;
   for (const [label, value, origin] of data.figures) {
@@ -127,6 +127,8 @@ function fillFoot(lines) {
     node("code", { text: source ? `${code}, ${source}` : code, parent: item });
   }
   if (!data.notes.length) node("li", { text: "None.", parent: notes });
+  for (const text of data.ranges ?? []) node("li", { text, parent: byId("ranges") });
+  if (data.ranges?.length) byId("assumed").hidden = false;
   for (const text of lines) node("p", { text, parent: byId("footer") });
 }
 

@@ -54,7 +54,14 @@ def verdict(run: DryRun) -> str:
     peak = f"{head}, peak {_peak(run)}"
     if run.scan is not None and run.scan.fits is False:
         return f"{peak}: fits at step 1; {longest(run.scan)}, does not"
-    return f"{peak}: {figures.answer(run.fits)}"
+    return f"{peak}: {_answer(run)}"
+
+
+def _answer(run: DryRun) -> str:
+    """Whether it fits; how sure that is, where it was run to its end."""
+    if run.fits and run.estimate is not None and run.estimate.fits:
+        return figures.sure_answer(run.estimate)
+    return figures.answer(run.fits)
 
 
 def _fits_until_then(run: DryRun) -> bool | None:
@@ -68,7 +75,7 @@ def answer(run: DryRun) -> str:
     """The verdict in one or two words."""
     if run.outcome in (Outcome.FAILED, Outcome.CRASHED, Outcome.INTERRUPTED):
         return run.outcome.value
-    return "no step taken" if run.outcome is Outcome.NO_STEP else figures.answer(run.fits)
+    return "no step taken" if run.outcome is Outcome.NO_STEP else _answer(run)
 
 
 def details(run: DryRun) -> list[str]:
@@ -176,13 +183,13 @@ def parts(run: DryRun) -> list[Part]:
 
 
 def run_figures(run: DryRun) -> list[figures.Figure]:
-    """The figures of the run's estimate that are known; bounds only where the whole of the steps was run."""
+    """The figures of the run's estimate that are known; an interval only where the whole of the steps was run."""
     if run.estimate is None:
         return []
     # A script's host memory is real, and its own affair.
     hidden = {"host memory"} if not run.estimate.host.parts else set()
     if not is_whole(run):
-        hidden |= {"lower bound", "upper bound"}
+        hidden.add(figures.INTERVAL)
     return [figure for figure in figures.figures(run.estimate) if figure.label not in hidden]
 
 
@@ -315,7 +322,8 @@ def build_run_payload(run: DryRun) -> dict[str, Any]:
         "demand": verdict(run),
         "answer": answer(run),
         "fits": run.fits,
-        "bounds": figures.bounds(estimate) if is_whole(run) else "",
+        "certainty": figures.certainty(estimate) if is_whole(run) else "",
+        "ranges": list(figures.ranges(estimate)) if is_whole(run) else [],
         "failure": None if fatal is None else asked(run, fatal),
         "figures": [[f.label, f.value, f.origin] for f in run_figures(run)],
         "seconds": round(run.seconds, 2),

@@ -7,6 +7,7 @@ from, so those are worked out once, here, from the estimate alone.
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.estimate import CACHED, CONTEXT, DRY_RUN, OTHER_PROCESSES, Estimate
 from memfit.core.printing import printable as printable
+from memfit.core.spread import COVERAGE
 from memfit.core.timeline import Category
 from memfit.core.units import format_seconds, format_size
 from memfit.reports.parts import Figure as Figure
@@ -17,6 +18,7 @@ OVERHEADS = (CACHED, CONTEXT, OTHER_PROCESSES)
 
 UNKNOWN = "unknown"
 SOFTWARE = "software"
+INTERVAL = f"{COVERAGE:.0%} interval"
 _NUM_TOP = 5
 
 
@@ -74,10 +76,48 @@ def yes_or_no(fits: bool | None) -> str:
     return {True: "yes", False: "no", None: UNKNOWN}[fits]
 
 
+def sureness(estimate: Estimate) -> str:
+    """How sure the answer is, rounded, such as "99%"; "" where there is none, or only an upper bound doesn't fit.
+
+    Nothing is surer than 99%, and what is less sure isn't known to the percent.
+    """
+    return "" if estimate.fits is False and may_fit(estimate) else in_percent(estimate.fit_probability, estimate.fits)
+
+
+def in_percent(probability: float | None, fits: bool | None) -> str:
+    """How sure an answer is whose yes has a probability; "" where it isn't known.
+
+    >>> in_percent(0.987, True), in_percent(0.94, True), in_percent(0.61, True), in_percent(0.3, False)
+    ('99%', '94%', '60%', '70%')
+    """
+    if probability is None or fits is None:
+        return ""
+    percent = 100 * (probability if fits else 1 - probability)
+    return "99%" if percent >= 98.5 else f"{max(50, 5 * round(percent / 5)) if percent < 92.5 else round(percent)}%"
+
+
+def sure_answer(estimate: Estimate) -> str:
+    """Whether it fits, how sure that is, and how near the limit is where that matters."""
+    sure = sureness(estimate)
+    if not sure:
+        return "may not fit, depending on data" if estimate.fits is False else answer(estimate.fits)
+    text = f"{answer(estimate.fits)} ({sure})"
+    left = (estimate.capacity_bytes or 0) - estimate.peak_bytes
+    if sure == "99%" or not left:
+        return text
+    return f"{text}: {format_size(abs(left))} {'below' if left > 0 else 'above'} the limit"
+
+
+def sure_cell(estimate: Estimate) -> str:
+    """Whether it fits, and how sure that is, in a cell of a table."""
+    sure = sureness(estimate)
+    return f"{yes_or_no(estimate.fits)}, {sure}" if sure else yes_or_no(estimate.fits)
+
+
 def may_fit(estimate: Estimate) -> bool:
     """Whether it is only an upper bound that doesn't fit."""
     capacity = estimate.capacity_bytes
-    return estimate.is_at_most and capacity is not None and estimate.lower_bytes <= capacity
+    return estimate.is_at_most and capacity is not None and estimate.certain_bytes <= capacity
 
 
 def demand(estimate: Estimate) -> str:
@@ -88,21 +128,36 @@ def demand(estimate: Estimate) -> str:
 
 def verdict(estimate: Estimate) -> str:
     """The one line that answers the question, and how sure that is."""
-    unsure = estimate.fits is False and may_fit(estimate)
-    return f"{demand(estimate)}: {'may not fit, depending on data' if unsure else answer(estimate.fits)}"
+    return f"{demand(estimate)}: {sure_answer(estimate)}"
 
 
-def bounds(estimate: Estimate) -> str:
-    """The range the need lies in, and whether that could change the verdict."""
-    text = f"lower bound {format_size(estimate.lower_bytes)}, upper bound {format_size(estimate.upper_bytes)}"
-    capacity = estimate.capacity_bytes
-    if capacity is None:
-        return text
-    if estimate.fits and estimate.upper_bytes > capacity:
-        return f"{text} (the upper bound does not fit)"
-    if estimate.fits is False and estimate.lower_bytes <= capacity:
-        return f"{text} (the lower bound fits)"
+def interval(estimate: Estimate) -> str:
+    """The range that the need lies in in 95% of cases, such as "3.28 to 3.52 GiB"."""
+    least, most = map(format_size, estimate.interval_bytes)
+    unit = most.rpartition(" ")[2]
+    return f"{least.removesuffix(f' {unit}')} to {most}"
+
+
+def certainty(estimate: Estimate) -> str:
+    """The interval, what it comes from for the most part, and what depends on data."""
+    text = f"{INTERVAL} {interval(estimate)}"
+    if estimate.all_spreads:
+        widest = max(estimate.all_spreads, key=lambda spread: spread.below_bytes + spread.above_bytes)
+        text += f", most of it for {printable(widest.name)}"
+    if estimate.is_at_most:
+        text += f"; at least {format_size(estimate.certain_bytes)}, depending on data"
     return text
+
+
+def ranges(estimate: Estimate) -> tuple[str, ...]:
+    """Each assumed part: how far off it may be, and how that is known."""
+    lines = []
+    for spread in estimate.all_spreads:
+        below, above = (format_size(size) if size else "nothing" for size in (spread.below_bytes, spread.above_bytes))
+        off = f"{below} more or less" if below == above else f"{below} less to {above} more"
+        aside = "" if spread.decides else "; given up where memory is short"
+        lines.append(printable(f"{spread.name}: {off} ({spread.source}{aside})"))
+    return tuple(lines)
 
 
 def failure(estimate: Estimate) -> str | None:
@@ -154,8 +209,7 @@ def figures(estimate: Estimate) -> list[Figure]:
         Figure("allocated at the peak", format_size(estimate.allocated_peak_bytes), simulated),
         Figure("reserved by the allocator", format_size(estimate.reserved_peak_bytes), simulated),
         Figure(CONTEXT, context_text, "" if context_text in (UNKNOWN, "none") else context_origin),
-        Figure("lower bound", format_size(estimate.lower_bytes), assumed),
-        Figure("upper bound", format_size(estimate.upper_bytes), assumed),
+        Figure(INTERVAL, interval(estimate), assumed),
         *([] if estimate.time is None else [Figure("time of a step", step_time(estimate), estimate.time.origin.value)]),
         Figure("host memory", host_total(estimate), host_origin(estimate)),
         *([] if estimate.device.stack is None else [Figure(SOFTWARE, *software(estimate.device))]),
@@ -208,12 +262,13 @@ def report(estimate: Estimate) -> Report:
         Part(f"Largest source lines at the peak (top {_NUM_TOP})", rows=sources),
         Part(f"Host memory: {host_total(estimate)}", rows=rows(host.parts, host.total_bytes), with_share=False),
         Part(f"Figures and their origin ({parameters(estimate)} parameters)", figures=tuple(figures(estimate))),
+        Part(f"How far off what is assumed may be, in {COVERAGE:.0%} of cases", lines=ranges(estimate)),
     ]
     if estimate.notes:
         notes = [f"{note.code}: {note.text}" + (f" ({note.source})" if note.source else "") for note in estimate.notes]
         parts.append(Part("Notes", lines=tuple(map(printable, notes)), labelled=True))
     out_of_memory = failure(estimate)
-    details = [bounds(estimate), *([] if out_of_memory is None else [out_of_memory])]
+    details = [certainty(estimate), *([] if out_of_memory is None else [out_of_memory])]
     return Report(verdict(estimate), details, parts, estimate.fits)
 
 

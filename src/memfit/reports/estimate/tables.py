@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from memfit.core.device import Device
 from memfit.core.estimate import Estimate, Note
 from memfit.core.plan import Plan, PlanNotFound
+from memfit.core.spread import COVERAGE
 from memfit.core.units import format_size
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import UNKNOWN, printable
@@ -15,7 +16,7 @@ from memfit.reports.plan import figures as plan_figures
 def estimates(results: Sequence[Estimate]) -> Report:
     """One job on several devices."""
     cells = [
-        (figures.needed(result), *_usable(result), figures.yes_or_no(result.fits), figures.step_time(result))
+        (figures.needed(result), *_usable(result), figures.sure_cell(result), figures.step_time(result))
         for result in results
     ]
     devices = [(result.device, result.notes) for result in results]
@@ -25,12 +26,12 @@ def estimates(results: Sequence[Estimate]) -> Report:
 
 
 def batches(subject: str, results: Sequence[tuple[int | None, int | None, Estimate]]) -> Report:
-    """The largest batch of one job on several devices, each as (safe batch size, limit, the estimate at the first)."""
+    """The largest batch of one job on several devices, each as (with 95%, at best, the estimate at the first)."""
     # Where nothing fits, what is needed is that of the smallest size tried.
-    cells = [(str(safe or "none"), str(limit or "none"), figures.needed(e), *_usable(e)) for safe, limit, e in results]
+    cells = [(str(sure or "none"), str(best or "none"), figures.needed(e), *_usable(e)) for sure, best, e in results]
     devices = [(estimate.device, estimate.notes) for _, _, estimate in results]
-    titles = (">safe batch size", ">limit", ">needed (simulated)", ">usable", ">of usable")
-    is_good = all(limit is not None for _, limit, _ in results)
+    titles = (f">fits with {COVERAGE:.0%}", ">at best", ">needed (simulated)", ">usable", ">of usable")
+    is_good = all(best is not None for _, best, _ in results)
     return _by_device(f"{subject}: largest batch size", devices, titles, cells, is_good)
 
 
@@ -83,46 +84,46 @@ def _share(peak_bytes: int, usable_bytes: int | None) -> str:
     return f"{peak_bytes / usable_bytes:.0%}" if usable_bytes else UNKNOWN
 
 
-def largest_batch(safe: int | None, limit: int | None) -> str:
+def largest_batch(sure: int | None, best: int | None) -> str:
     """The answer to a search for the largest batch in a few words.
 
     Args:
-        safe: the largest batch size that leaves room for what the estimate may be off by; None when none does.
-        limit: the largest that fits; None when none does.
+        sure: the largest batch size that fits with a probability of 95%; None when none does.
+        best: the largest that fits if all is as estimated; None when none does.
     """
-    if limit is None:
+    if best is None:
         return "no batch size fits"
-    if safe is None:
-        return f"no batch size is safe; {limit} fits at the limit"
-    return f"batch size {safe} is safe{'' if safe == limit else f'; {limit} is the limit'}"
+    if sure is None:
+        return f"no batch size fits with {COVERAGE:.0%}; {best} at best"
+    return f"batch size {sure} fits with {COVERAGE:.0%}{'' if sure == best else f'; {best} at best'}"
 
 
 def tried_batches(
     tried: Sequence[tuple[int, int, bool | None]],
-    safe: int | None,
-    limit: int | None,
+    sure: int | None,
+    best: int | None,
     device: Device,
     shown: Estimate | None = None,
 ) -> Report:
     """That answer, and the batch sizes that were tried, as (batch size, peak bytes, fits).
 
-    `shown` is the estimate at the safe size, or at the limit where none is safe: its time is told.
+    `shown` is the estimate at the sure size, or at the largest at best where none is sure: its time is told.
     """
     lines = []
     for batch_size, peak_bytes, fits in sorted(tried, key=lambda row: row[0]):
-        is_at_limit = fits and (safe is None or batch_size > safe)
-        answer = "at the limit" if is_at_limit else figures.yes_or_no(fits)
-        mark, share = ">" if batch_size == safe else "", _share(peak_bytes, device.usable_bytes)
+        is_at_best = fits and (sure is None or batch_size > sure)
+        answer = "at best" if is_at_best else figures.yes_or_no(fits)
+        mark, share = ">" if batch_size == sure else "", _share(peak_bytes, device.usable_bytes)
         lines.append(Line((mark, str(batch_size), format_size(peak_bytes), share, answer)))
     grid = Grid(("", ">batch size", ">peak (simulated)", ">of usable", ">fits"), tuple(lines))
-    legend = ("at the limit: fits only if all is as estimated, or because the allocator gives back its cache",)
-    answer = largest_batch(safe, limit)
+    legend = ("at best: fits only if all is as estimated, or because the allocator gives back its cache",)
+    answer = largest_batch(sure, best)
     origin = "" if device.usable_bytes is None else f", {device.usable_origin}"
     usable = f"{format_size(device.usable_bytes)} usable on {figures.device_title(device)}{origin}"
-    is_good = False if limit is None else None if safe is None else True
+    is_good = False if best is None else None if sure is None else True
     return Report(
         f"{answer[0].upper()}{answer[1:]} ({usable})",
         [] if shown is None or shown.time is None else [f"a step of {shown.batch_size}: {figures.step_time(shown)}"],
-        [Part("", grid=grid, lines=legend if limit != safe else ())],
+        [Part("", grid=grid, lines=legend if best != sure else ())],
         is_good,
     )

@@ -39,7 +39,13 @@ def verdict(plan: Plan) -> str:
     """The one line that answers the question."""
     several = f"{plan.settings.num_devices} x " if plan.settings.num_devices > 1 else ""
     where = f"{printable(plan.subject)} on {several}{figures.device_title(plan.device)}"
-    return f"{where}: {demand(plan)}: {figures.answer(plan.fits)}"
+    return f"{where}: {demand(plan)}: {answer(plan)}"
+
+
+def answer(plan: Plan) -> str:
+    """Whether the planned step fits, and how sure that is."""
+    sure = figures.in_percent(plan.fit_probability, plan.fits) if plan.fits else ""
+    return figures.answer(plan.fits) + (f" ({sure})" if sure else "")
 
 
 def details(plan: Plan) -> list[str]:

@@ -25,7 +25,7 @@ def build_plan_payload(plan: Plan) -> dict[str, Any]:
         "memfit": figures.package_version(),
         "headline": f"memfit plan: {plan_figures.headline(plan)}",
         "demand": plan_figures.demand(plan),
-        "answer": figures.answer(plan.fits),
+        "answer": plan_figures.answer(plan),
         "fits": plan.fits,
         "details": plan_figures.details(plan),
         "figures": _figures(plan),

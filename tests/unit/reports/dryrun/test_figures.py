@@ -26,12 +26,12 @@ TITLE = "NVIDIA GeForce RTX 3090"
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        (make_run(), f"train.py on {TITLE}: ran 3 steps, {PEAK}: fits"),
-        (make_run(num_steps=1, steps_wanted=1), f"train.py on {TITLE}: ran 1 step, {PEAK}: fits"),
-        (make_run(num_devices=4), f"train.py on 4 x {TITLE}: ran 3 steps, {PEAK}: fits"),
+        (make_run(), f"train.py on {TITLE}: ran 3 steps, {PEAK}: fits (99%)"),
+        (make_run(num_steps=1, steps_wanted=1), f"train.py on {TITLE}: ran 1 step, {PEAK}: fits (99%)"),
+        (make_run(num_devices=4), f"train.py on 4 x {TITLE}: ran 3 steps, {PEAK}: fits (99%)"),
         (
             make_run(outcome=Outcome.ENDED, num_steps=2),
-            f"train.py on {TITLE}: ended by itself after 2 of 3 steps, {PEAK}: fits",
+            f"train.py on {TITLE}: ended by itself after 2 of 3 steps, {PEAK}: fits (99%)",
         ),
         (
             make_run(scan=make_scan()),
@@ -83,7 +83,7 @@ def test_verdicts(run, text):
 @pytest.mark.parametrize(
     ("outcome", "text"),
     [
-        (Outcome.COMPLETED, "fits"),
+        (Outcome.COMPLETED, "fits (99%)"),
         (Outcome.OUT_OF_MEMORY, "does not fit"),
         (Outcome.FAILED, "failed"),
         (Outcome.CRASHED, "crashed"),
@@ -152,8 +152,8 @@ def test_a_run_that_broke_off_has_a_partial_report(outcome):
     run = make_run(outcome=outcome)
 
     assert run_figures.details(run) == [f"until then: {PEAK} (simulated)"]
-    assert "lower bound" not in [figure.label for figure in run_figures.run_figures(run)]
-    assert "lower bound" in [figure.label for figure in run_figures.run_figures(make_run())]
+    assert "95% interval" not in [figure.label for figure in run_figures.run_figures(run)]
+    assert "95% interval" in [figure.label for figure in run_figures.run_figures(make_run())]
 
 
 def test_a_run_that_allocated_nothing_has_no_peak():
@@ -306,8 +306,8 @@ def test_an_upper_bound_that_does_not_fit_may_fit():
     # GIVEN a run that would go beyond the device only if every size were the largest it can be
     dead = make_dead_run()
     notes = (*dead.estimate.notes, Note(AT_MOST, "1 GiB"))
-    surely = replace(dead, estimate=replace(dead.estimate, notes=notes, lower_bytes=10**12))
-    maybe = replace(dead, estimate=replace(dead.estimate, notes=notes, lower_bytes=1))
+    surely = replace(dead, estimate=replace(dead.estimate, notes=notes, certain_bytes=10**12))
+    maybe = replace(dead, estimate=replace(dead.estimate, notes=notes, certain_bytes=1))
     assert "would run out of memory" in run_figures.verdict(dead)
     assert "would run out of memory" in run_figures.verdict(surely)
     assert "could run out of memory" in run_figures.verdict(maybe)

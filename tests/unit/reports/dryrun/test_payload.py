@@ -27,7 +27,7 @@ def test_the_head_speaks_of_the_run():
 
     assert payload["headline"] == "memfit dryrun: train.py --batch-size 64"
     assert payload["demand"].startswith("train.py on NVIDIA GeForce RTX 3090: ended by itself after 2 of 3 steps")
-    assert (payload["answer"], payload["fits"], payload["failure"]) == ("fits", True, None)
+    assert (payload["answer"], payload["fits"], payload["failure"]) == ("fits (99%)", True, None)
     assert payload["seconds"] == 8.2
 
 
@@ -70,9 +70,9 @@ def test_stand_ins_are_one_note():
     assert notes[1][1].startswith("2 values were read")
 
 
-def test_a_run_that_broke_off_has_no_bounds():
-    assert build_run_payload(make_run(outcome=Outcome.NO_STEP))["bounds"] == ""
-    assert build_run_payload(make_run())["bounds"].startswith("lower bound")
+def test_a_run_that_broke_off_has_no_interval():
+    assert build_run_payload(make_run(outcome=Outcome.NO_STEP))["certainty"] == ""
+    assert build_run_payload(make_run())["certainty"].startswith("95% interval")
 
 
 def test_redirected_files_are_pairs():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from memfit.core.device import Kind, Origin
-from memfit.core.estimate import CACHED, CONTEXT, HostMemory, Note
+from memfit.core.estimate import AT_MOST, CACHED, CONTEXT, HostMemory, Note
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import MIB
 from memfit.reports.estimate import figures
@@ -20,9 +20,9 @@ def with_usable(size_bytes):
 
 
 def test_verdict_says_what_is_needed_and_what_there_is():
-    assert figures.verdict(make_estimate()) == "1.13 GiB needed, 23.7 GiB usable on NVIDIA GeForce RTX 3090: fits"
+    assert figures.verdict(make_estimate()) == "1.13 GiB needed, 23.7 GiB usable on NVIDIA GeForce RTX 3090: fits (99%)"
     assert figures.verdict(with_usable(1000 * MIB)).endswith(
-        "1000.0 MiB usable on NVIDIA GeForce RTX 3090: does not fit"
+        "1000.0 MiB usable on NVIDIA GeForce RTX 3090: does not fit (99%)"
     )
 
 
@@ -47,18 +47,34 @@ def test_what_does_not_fit_needs_as_much_as_where_it_would():
 
 
 @pytest.mark.parametrize(
-    ("usable_mib", "remark"),
-    [(2000, None), (1180, "(the upper bound does not fit)"), (1130, "(the lower bound fits)"), (900, None)],
+    ("usable_mib", "answer"),
+    [
+        (2000, "fits (99%)"),
+        (1165, "fits (99%)"),
+        (1130, "does not fit (50%): 30.0 MiB above the limit"),
+        (1100, "does not fit (85%): 60.0 MiB above the limit"),
+        (900, "does not fit (99%)"),
+    ],
 )
-def test_bounds_say_when_they_could_change_the_verdict(usable_mib, remark):
-    text = figures.bounds(with_usable(usable_mib * MIB))
-
-    assert text.startswith("lower bound 1.09 GiB, upper bound 1.21 GiB")
-    assert text.endswith(remark or "GiB")
+def test_verdicts_say_how_sure_they_are_and_how_near_the_limit_is(usable_mib, answer):
+    assert figures.sure_answer(with_usable(usable_mib * MIB)) == answer
 
 
-def test_bounds_without_a_capacity_say_nothing_of_fitting():
-    assert figures.bounds(make_estimate(device=MYSTERY)).endswith("upper bound 1.21 GiB")
+def test_what_only_an_upper_bound_refuses_has_no_probability():
+    bounded = dataclasses.replace(with_usable(1100 * MIB), notes=(Note(AT_MOST, "1 GiB"),))
+
+    assert figures.sure_answer(bounded) == "may not fit, depending on data"
+    assert figures.sure_cell(bounded) == "no"
+    assert figures.certainty(bounded).endswith("; at least 1.02 GiB, depending on data")
+
+
+def test_an_interval_names_its_widest_part():
+    assert figures.certainty(make_estimate(device=MYSTERY)) == "95% interval 1.11 to 1.22 GiB, most of it for cuDNN"
+    assert figures.ranges(make_estimate()) == (
+        "tensors: 23.2 MiB more or less (published runs)",
+        "cuDNN: nothing less to 81.2 MiB more (its manual; given up where memory is short)",
+    )
+    assert figures.interval(make_estimate(spreads=())) == "1.13 to 1.13 GiB"
 
 
 def test_rows_are_sorted_and_add_up():

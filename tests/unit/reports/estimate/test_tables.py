@@ -20,7 +20,14 @@ def test_estimates_have_a_line_each_with_origins():
 
     assert table.verdict == "ResNet: training, batch size 32, precision float32"
     assert table.is_good
-    assert cells(table)[0] == ("NVIDIA GeForce RTX 3090", "1.13 GiB", "23.7 GiB (measured)", "5%", "yes", "unknown")
+    assert cells(table)[0] == (
+        "NVIDIA GeForce RTX 3090",
+        "1.13 GiB",
+        "23.7 GiB (measured)",
+        "5%",
+        "yes, 99%",
+        "unknown",
+    )
     assert cells(table)[1][2:] == ("unknown",) * 4
 
 
@@ -83,12 +90,12 @@ def test_the_sizes_are_in_order_and_the_chosen_one_is_marked():
     tried = [(64, 30 * GIB, False), (32, 16 * GIB, True), (48, 23 * GIB, True)]
 
     assert str(tables.tried_batches(tried, 32, 48, RTX_3090)).splitlines() == [
-        "Batch size 32 is safe; 48 is the limit (23.7 GiB usable on NVIDIA GeForce RTX 3090, measured)",
-        "     batch size  peak (simulated)  of usable          fits",
-        "  >          32          16.0 GiB        68%           yes",
-        "             48          23.0 GiB        97%  at the limit",
-        "             64          30.0 GiB       127%            no",
-        "  at the limit: fits only if all is as estimated, or because the allocator gives back its cache",
+        "Batch size 32 fits with 95%; 48 at best (23.7 GiB usable on NVIDIA GeForce RTX 3090, measured)",
+        "     batch size  peak (simulated)  of usable     fits",
+        "  >          32          16.0 GiB        68%      yes",
+        "             48          23.0 GiB        97%  at best",
+        "             64          30.0 GiB       127%       no",
+        "  at best: fits only if all is as estimated, or because the allocator gives back its cache",
     ]
 
 
@@ -100,11 +107,11 @@ def test_what_is_unknown_is_called_so():
 
 
 @pytest.mark.parametrize(
-    ("safe", "limit", "text"),
+    ("sure", "best", "text"),
     [
-        (48, 48, "Batch size 48 is safe (23.7 GiB usable"),
-        (None, 2, "No batch size is safe; 2 fits at the limit (23.7 GiB usable"),
+        (48, 48, "Batch size 48 fits with 95% (23.7 GiB usable"),
+        (None, 2, "No batch size fits with 95%; 2 at best (23.7 GiB usable"),
     ],
 )
-def test_the_largest_batch_in_one_sentence(safe, limit, text):
-    assert tables.tried_batches([(48, 20 * GIB, True)], safe, limit, RTX_3090).verdict.startswith(text)
+def test_the_largest_batch_in_one_sentence(sure, best, text):
+    assert tables.tried_batches([(48, 20 * GIB, True)], sure, best, RTX_3090).verdict.startswith(text)

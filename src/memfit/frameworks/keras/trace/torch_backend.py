@@ -88,7 +88,9 @@ class _Tracer:
             trained = list(model.trainable_variables) if self.training else []
         notes = tuple(self.simulation.notes.found.values())
         notes = (*notes, _NOT_COMPILED) if self.training and model.jit_compile is True else notes
-        return trace_of(Trace(recorder.timeline(), notes, 0, 0, batch.size_bytes), self.variables, trained)
+        grouped_bytes = self.simulation.grouped_bytes
+        trace = Trace(recorder.timeline(), notes, 0, 0, batch.size_bytes, grouped_bytes=grouped_bytes)
+        return trace_of(trace, self.variables, trained)
 
     def _swap(self, stack: ExitStack) -> None:
         """Puts shape-only tensors into every variable of the model."""

@@ -32,6 +32,8 @@ _PARTIAL_LAYER_NORM = (2, 8)
 _WARP = 32
 # Elements that a block of a foreach operator works on (MultiTensorApply.cuh).
 _CHUNK = 64 * KIB
+# Larger kernels of grouped convolutions are PyTorch's own, which need nothing (use_cudnn_depthwise, Convolution.cpp).
+_LARGEST_GROUPED_KERNEL = 5
 
 
 class CudaInternals:
@@ -50,6 +52,8 @@ class CudaInternals:
         self._threads_with_lt_workspace: set[bool] = set()
         self._reductions = Reductions(device)
         self._num_multiprocessors = device.num_multiprocessors
+        self.grouped_bytes = 0
+        """The most that a grouped convolution may take beside what is counted."""
 
     def table(self) -> dict[str, Any]:
         """Bytes taken inside, by operator name."""
@@ -173,6 +177,10 @@ class CudaInternals:
             converts = self._capability >= (7, 0)
         else:
             converts = self._capability >= (8, 0) and torch.backends.cudnn.allow_tf32 and data.dtype is torch.float32
+        if not is_last and groups > 1 and max(weight.shape[2:]) <= _LARGEST_GROUPED_KERNEL:
+            # As a matrix product, it would lay out a window of the input for each position of the output.
+            windows = out.numel() // max(out.shape[1], 1) * data.shape[1] * prod(weight.shape[2:])
+            self.grouped_bytes = max(self.grouped_bytes, windows * data.element_size())
         if is_last or not converts or groups == data.shape[1] > 1:
             return copies
         width = 8 if data.dtype in HALVES else 4

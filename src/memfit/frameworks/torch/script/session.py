@@ -12,16 +12,28 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from memfit.allocator import replay_variants
 from memfit.allocator.live import LiveAllocator
-from memfit.core.device import Device
+from memfit.core.device import Device, Kind
 from memfit.core.dryrun import Failure, Seen
-from memfit.core.estimate import DRY_RUN, PAGED_STATE, Estimate, HostMemory, Note, at_most_notes
+from memfit.core.estimate import (
+    CACHE_RELEASED,
+    DRY_RUN,
+    PAGED_STATE,
+    WORKSPACE_DROPPED,
+    Estimate,
+    HostMemory,
+    Note,
+    at_most_notes,
+)
 from memfit.core.settings import Settings
+from memfit.core.spread import spreads_of
 from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.script_settings import ScriptSettings, has_fused_kernel
@@ -245,7 +257,7 @@ class Session:
         notes = list(self.simulation.notes.found.values())
         if self.recorder.dropped_workspace:
             text = "cuDNN fell back to slower algorithms that need no workspace, for lack of memory"
-            notes.append(Note("workspace-dropped", text))
+            notes.append(Note(WORKSPACE_DROPPED, text))
         if not timeline.blocks:
             notes.append(Note("nothing-on-device", "nothing was put on the device"))
         notes += at_most_notes(timeline)
@@ -253,7 +265,10 @@ class Session:
             notes.append(Note(BY_HAND, "no optimizer and no update of a parameter was seen: backward passes are steps"))
         if seen.num_retries:
             text = "the device was so full that the allocator returned cached memory and asked again: it fits, but "
-            notes.append(Note("cache-released", text + "pauses cost time"))
+            notes.append(Note(CACHE_RELEASED, text + "pauses cost time"))
+        reserved = seen.reserved_peak_bytes
+        on_cuda = self.device.kind is Kind.CUDA
+        tight_bytes = min(timeline.without_optional().peak()[1], reserved) if on_cuda else reserved
         return Estimate(
             subject=subject,
             device=self.device,
@@ -263,10 +278,12 @@ class Session:
             timeline=timeline,
             replay=seen,
             context_bytes=context_bytes,
-            lower_bytes=min(timeline.certain().peak()[1], seen.reserved_peak_bytes) + context_bytes,
-            upper_bytes=seen.reserved_peak_bytes + context_bytes,
+            certain_bytes=min(timeline.certain().peak()[1], reserved) + context_bytes,
+            tight_bytes=tight_bytes + context_bytes,
             host=HostMemory(host),
             notes=tuple(notes),
+            spreads=spreads_of(self.device, seen, grouped_bytes=self.simulation.grouped_bytes),
+            vary=partial(replay_variants, timeline, self.memory.options) if on_cuda else None,
             num_parameters=self._num_parameters,
             seconds=seconds,
         )

@@ -97,7 +97,7 @@ class Simulation:
         self.autocast = Autocast(device_type)
         self.values = KnownValues() if scripted or follows_values else None
         self.look.higher_order.knows = self._knows
-        cuda = CudaInternals(device, recorder, self.notes.report) if on_cuda else None
+        self._cuda = cuda = CudaInternals(device, recorder, self.notes.report) if on_cuda else None
         self.operators = SimulatedOperators(
             recorder,
             origin,
@@ -146,6 +146,11 @@ class Simulation:
                 yield
             finally:
                 self._threads.present = False
+
+    @property
+    def grouped_bytes(self) -> int:
+        """The most that a grouped convolution may have taken beside what was counted."""
+        return 0 if self._cuda is None else self._cuda.grouped_bytes
 
     def is_on(self) -> bool:
         """Whether this thread is simulated: one that was there before is not, and must not notice."""

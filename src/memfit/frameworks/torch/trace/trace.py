@@ -114,6 +114,7 @@ class _Tracer:
             self.simulation.quantized.managed_bytes,
             self.gives_weight,
             work=tuple(self.log.operations),
+            grouped_bytes=self.simulation.grouped_bytes,
         )
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

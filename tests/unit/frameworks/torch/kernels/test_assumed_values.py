@@ -305,7 +305,7 @@ def test_a_peak_of_upper_bounds_is_at_most_and_no_lower_bound():
     assert estimate.is_at_most
     assert AT_MOST in [note.code for note in estimate.notes]
     assert estimate.allocated_peak_bytes > ROWS * WIDTH * 400
-    assert estimate.lower_bytes - estimate.context_bytes < 3 * ROWS * WIDTH * 4
+    assert estimate.certain_bytes - estimate.context_bytes < 3 * ROWS * WIDTH * 4
 
 
 def test_what_data_decide_is_no_matter_where_it_is_small():

@@ -276,3 +276,22 @@ def test_a_single_row_has_the_workspace_of_a_product_with_a_bias():
     traced = run(nn.Linear(8, 8), torch.empty(1, 8), device=replace(cuda(7, 5), stack=read_stack("torch2.2")))
 
     assert workspaces(forward_blocks(traced), "addmm") == [1_048_576]
+
+
+@pytest.mark.parametrize(
+    ("groups", "kernel", "layout", "expected"),
+    [
+        # 4 channels, each with a window of 9 or 1, at 8 x 8 positions, of 2 samples
+        (4, 3, torch.contiguous_format, 4 * 9 * 64 * 2 * 4),
+        (2, 1, torch.contiguous_format, 4 * 64 * 2 * 4),
+        (1, 3, torch.contiguous_format, 0),
+        (4, 7, torch.contiguous_format, 0),
+        (4, 3, torch.channels_last, 0),
+    ],
+)
+def test_windows_of_grouped_convolutions_may_be_laid_out(groups, kernel, layout, expected):
+    layer = nn.Conv2d(4, 4, kernel, padding="same", groups=groups).to(memory_format=layout)
+
+    traced = run(layer, torch.empty(2, 4, 8, 8).contiguous(memory_format=layout), device=cuda(8, 6))
+
+    assert traced.grouped_bytes == expected
