@@ -42,7 +42,7 @@ PICKED = (
     ("t4_runs", "allocated peak, worst", "Peak of published runs on a Tesla T4: error of the worst"),
     ("xmem_cnn", "reserved peak, median", "Reserved memory of published runs on RTX 3060 and 4060: median error"),
     ("xmem_cnn", "reserved peak, worst", "The same: error of the worst"),
-    ("timm_rtx3090", "held out", "timm models on an RTX 3090: batch that trained and batch that failed both predicted"),
+    ("timm_rtx3090", "nothing fitted", "timm models on an RTX 3090: batches that trained and failed both predicted"),
     ("cpu_accuracy", "greatest error", "Peak of training steps measured on a CPU: greatest error"),
     ("plan_gradients", "greatest relative error", "Gradients under exact plans: greatest relative error"),
     (
