@@ -53,7 +53,7 @@ ROWS = (
         "frameworks.jax.trace",
         "frameworks.keras.model",
     ),
-    ("frameworks.torch.simulation", "frameworks.jax.guard", "frameworks.keras.apply"),
+    ("frameworks.torch.compilation", "frameworks.torch.simulation", "frameworks.jax.guard", "frameworks.keras.apply"),
     ("frameworks.torch.apply",),
     ("frameworks.torch.trace",),
     ("frameworks.torch.script", "frameworks.torch.guard", "frameworks.torch.verify", "frameworks.keras.trace"),

@@ -34,10 +34,18 @@ _PATHS = {
     "all_operator_names": "torch._C._dispatch_get_all_op_names",
     "allowed_globals": "torch._weights_only_unpickler._get_allowed_globals",
     "below_autograd": "torch._C._AutoDispatchBelowAutograd",
+    "compile_fx_module": "torch._inductor.compile_fx",
+    "CompilerCallback": "torch._dynamo.convert_frame.CatchErrorsWrapper",
+    "ConstantFolder": "torch._inductor.constant_folding.ConstantFolder",
+    "cpu_vec_isa_module": "torch._inductor.cpu_vec_isa",
+    "CudaInterface": "torch._dynamo.device_interface.CudaInterface",
     "current_autograd_node": "torch._C._current_autograd_node",
     "current_dispatch_mode": "torch.utils._python_dispatch._get_current_dispatch_mode",
     "default_to_fused_or_foreach": "torch.optim.optimizer._default_to_fused_or_foreach",
     "device_constructors": "torch.utils._device._device_constructors",
+    "device_op_overrides": "torch._inductor.codegen.common.get_device_op_overrides",
+    "device_put": "torch.ops.prims.device_put.default",
+    "DeviceHints": "torch._inductor.runtime.hints.DeviceProperties",
     "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
     "disable_torch_dispatch": "torch._C._DisableTorchDispatch",
     "disable_torch_function": "torch._C.DisableTorchFunction",
@@ -52,17 +60,24 @@ _PATHS = {
     "foreach_devices": "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
     "foreach_devices_of_optimizers": "torch.optim.optimizer._get_foreach_kernels_supported_devices",
     "function_mode_stack": "torch.overrides._get_current_function_mode_stack",
+    "GraphLowering": "torch._inductor.graph.GraphLowering",
     "group_tensors": "torch._C._group_tensors_by_device_and_dtype",
+    "GuardBuilder": "torch._dynamo.guards.GuardBuilder",
     "has_compatible_type": "torch._has_compatible_shallow_copy_type",
     "has_kernel": "torch._C._dispatch_has_kernel_for_dispatch_key",
     "include_dispatch_key": "torch._C._IncludeDispatchKeyGuard",
+    "inductor_config": "torch._inductor.config",
+    "inductor_scheduler_module": "torch._inductor.scheduler",
+    "InductorWrapper": "torch._inductor.codegen.wrapper.PythonWrapperCodegen",
     "is_dispatch_key_excluded": "torch._C._dispatch_tls_is_dispatch_key_excluded",
     "is_functional_tensor": "torch._is_functional_tensor",
     "is_functorch_tensor": "torch._C._functorch.is_functorch_wrapped_tensor",
+    "joint_graph_module": "torch._inductor.fx_passes.joint_graph",
     "keyset_after": "torch._C._dispatch_keyset_full_after",
     "lazy_cuda_call": "torch.cuda._lazy_call",
     "load_state_dict": "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
     "local_scalar_dense": "torch.ops.aten._local_scalar_dense.default",
+    "map_arguments": "torch.fx.node.map_aggregate",
     "new_dtypes": "torch.storage._new_dtypes",
     "num_dispatch_modes": "torch._C._len_torch_dispatch_stack",
     "num_function_modes": "torch._C._len_torch_function_stack",
@@ -70,12 +85,15 @@ _PATHS = {
     "pop_dispatch_mode": "torch.utils._python_dispatch._pop_mode",
     "pop_function_mode": "torch._C._pop_torch_function_stack",
     "pop_saved_tensors_hooks": "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "proxy_tensor_module": "torch.fx.experimental.proxy_tensor",
+    "push_function_mode": "torch._C._push_on_torch_function_stack",
     "push_saved_tensors_hooks": "torch._C._autograd._push_saved_tensors_default_hooks",
     "rebuild_tensor": "torch._utils._rebuild_tensor",
     "rebuild_tensor_v2": "torch._utils._rebuild_tensor_v2",
     "rebuild_tensor_v3": "torch._utils._rebuild_tensor_v3",
     "rebuild_wrapper": "torch._utils._rebuild_wrapper_subclass",
     "reduce_tensor": "torch.Tensor._reduce_ex_internal",
+    "reset_code": "torch._dynamo.eval_frame.reset_code",
     "restore_location": "torch._utils._get_restore_location",
     "save_state_dict": "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
     "sdp_priority_order": "torch._C._get_sdp_priority_order",
@@ -90,6 +108,7 @@ _PATHS = {
     "top_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
     "tree_map": "torch.utils._pytree.tree_map",
+    "TritonKernel": "torch._inductor.codegen.triton.TritonKernel",
     "worker_loop": "torch.utils.data._utils.worker._worker_loop",
 }
 
@@ -355,6 +374,37 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Of a tensor that is spread over processes the part that is here, without a call of an operator."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def uncompiled_frame() -> Any:
+    """What Dynamo is told about a frame that is to run as it is, this time, with all that it calls."""
+    kinds = NAMES.find("torch._dynamo.types")
+    if not hasattr(kinds, "ConvertFrameReturn"):
+        # Older releases say it with nothing.
+        return None
+    skip = NAMES.find("torch._C._dynamo.eval_frame._FrameAction").SKIP
+    strategy = NAMES.find("torch._C._dynamo.eval_frame._FrameExecStrategy")(skip, skip)
+    return kinds.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+
+def backward_compiled_at_once() -> Any:
+    """A context in which a backward graph is compiled with its forward graph; later in releases that can't."""
+    config = NAMES.find("torch._functorch.config")
+    name = "force_non_lazy_backward_lowering"
+    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()
+
+
+def fake_mode_in_force() -> Any:
+    """PyTorch's own mode of tensors without memory, where it is on; None where it is off."""
+    return NAMES.find("torch._C._get_dispatch_mode")(NAMES.find("torch._C._TorchDispatchModeKey").FAKE)
+
+
+def device_hints(properties: Any, device: torch.device) -> Any:
+    """What Inductor is told about a GPU, in the fields that this release has."""
+    hints = globals().get("DeviceHints") or __getattr__("DeviceHints")
+    known = {name: getattr(properties, name) for name in hints._fields if hasattr(properties, name)}
+    capability = 10 * properties.major + properties.minor
+    return hints(**{**known, "type": device.type, "index": device.index, "cc": capability})
 
 
 def original_module(model: torch.nn.Module) -> Any:

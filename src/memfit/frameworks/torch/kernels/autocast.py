@@ -65,6 +65,9 @@ def host_float32() -> tuple[str, ...]:
     )
     return tuple(sorted(set(known) - {*HOST_LOWER_PRECISION, *HOST_WIDEST}))
 
+# Past classes that say something else, as PyTorch's compiler is told.
+_is_meta = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
 
 class Autocast:
     """Makes the casts, by the autocast state of `device_type`, "cuda" or "cpu"."""
@@ -108,7 +111,7 @@ class Autocast:
         """`value` with its eligible tensors cast to `dtype`; casts of parameters to a lower precision are kept."""
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_floating_point() or not tensor.is_meta or tensor.dtype in (torch.float64, dtype):
+            if not tensor.is_floating_point() or not _is_meta(tensor) or tensor.dtype in (torch.float64, dtype):
                 return tensor
             is_leaf = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
             lowers = tensor.dtype is torch.float32 and dtype is not torch.float32

@@ -66,6 +66,7 @@ class OriginTracker:
         self._by_sequence: dict[int, tuple[str, str]] = {}
         self._labels: dict[CodeType, str | None] = {}
         self._shortener = SourceNames()
+        self._plain_call: Callable[..., Any] = torch.nn.Module.__call__
 
     def _meet(self, model: torch.nn.Module) -> None:
         """Names the parts of `model`: by their path, from the second model on behind the model's own name."""
@@ -76,7 +77,8 @@ class OriginTracker:
         self._met(model, prefix)
 
     def _name_parts(self, model: torch.nn.Module, prefix: str) -> None:
-        for path, module in model.named_modules():
+        for name, module in model.named_modules():
+            path = uncompiled_path(name)
             self.name(module, f"{prefix}.{path}" if prefix and path else prefix or path)
 
     def name(self, module: torch.nn.Module, path: str) -> None:
@@ -147,6 +149,10 @@ class OriginTracker:
                 return f"{self._shortener.short(path)}:{frame.f_lineno}", text
         return "", ""
 
+    def short(self, path: str) -> str:
+        """The name that the file at `path` has in sources."""
+        return self._shortener.short(path)
+
     def _label(self, code: CodeType) -> str | None:
         path = code.co_filename
         if path.startswith(PACKAGE_FOLDER) and code.co_qualname.startswith(_DRIVER):
@@ -180,8 +186,24 @@ class OriginTracker:
             finally:
                 stack.pop()
 
+        self._plain_call = plain
         with replaced([Replacement(torch.nn.Module, "__call__", call)]):
             yield
+
+    @contextmanager
+    def not_following(self) -> Iterator[None]:
+        """Modules are called as PyTorch has it while this lasts: its compiler looks into the call."""
+        with replaced([Replacement(torch.nn.Module, "__call__", self._plain_call)]):
+            yield
+
+
+def uncompiled_path(path: str) -> str:
+    """The path of a module or parameter as it would be without `torch.compile`.
+
+    >>> uncompiled_path("_orig_mod.layers.0._orig_mod")
+    'layers.0'
+    """
+    return ".".join(part for part in path.split(".") if part != "_orig_mod") if "_orig_mod" in path else path
 
 
 class SourceNames:

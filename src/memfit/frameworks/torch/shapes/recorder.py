@@ -52,6 +52,7 @@ class Recorder:
         """The number of the stream on which blocks start now; 0 is the default one."""
         self._streams: dict[int, int] = {}
         self._bounded: set[int] = set()
+        self._streams: dict[int, int] = {}
         self.permanent: set[int] = set()
         """Blocks that nothing ever frees."""
         self._refs: dict[int, _StorageRef] = {}
@@ -90,11 +91,15 @@ class Recorder:
         """A storage that another process holds, which counts there."""
         self._foreign.set(storage, True)
 
-    def add_named(self, tensor: Any, op: str, category: Category, origin: tuple[str, str]) -> None:
+    def add_named(
+        self, tensor: Any, op: str, category: Category | None, origin: tuple[str, str], *, stream: int = 0
+    ) -> None:
         """Like `add`, for a tensor whose module is known beforehand."""
         index = self.add(tensor, op, category)
         if index is not None:
             self._origins[index] = origin
+            if stream:
+                self._streams[index] = stream
 
     def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
         """Blocks that live only inside one operator; ~i among the sizes ends the i-th block before the others."""

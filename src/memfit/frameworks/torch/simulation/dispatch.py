@@ -121,6 +121,11 @@ class SimulatedOperators(internals.TorchDispatchMode):
         # Nothing is compiled here; PyTorch would otherwise wrap each call in a guard that costs more than the call.
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Frames are compiled although this mode is on: it is off while they are.
+        return True
+
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
@@ -223,8 +228,8 @@ class SimulatedOperators(internals.TorchDispatchMode):
             out = self._execute(func, args, kwargs)
             if args and isinstance(args[0], torch.Tensor) and func._schema.name.startswith("aten::resize"):
                 self._recorder.resized(args[0].untyped_storage(), _name(func))
-            self._add(out, _name(func))
-            return out
+            # With `out=`, as compiled graphs call operators, kernels take for themselves what they always do.
+            return self._record(func, args, out)
         out = shapes.run(func, args, kwargs, self._execute)
         return self._record(func, args, out, fresh=kind is Behaviour.FRESH)
 

@@ -152,6 +152,20 @@ class Simulation:
         """The most that a grouped convolution may have taken beside what was counted."""
         return 0 if self._cuda is None else self._cuda.grouped_bytes
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """While it lasts, this thread is not simulated, but for the interceptors: PyTorch's compiler is at work."""
+        before = self.is_on()
+        modes = [internals.pop_function_mode() for _ in range(internals.num_function_modes())]
+        self._threads.present = False
+        try:
+            with internals.disable_current_modes(), self.origin.not_following():
+                yield
+        finally:
+            self._threads.present = before
+            for mode in reversed(modes):
+                internals.push_function_mode(mode)
+
     def is_on(self) -> bool:
         """Whether this thread is simulated: one that was there before is not, and must not notice."""
         return getattr(self._threads, "present", False)

@@ -68,6 +68,8 @@ class OpenJob:
         text = "the model is in evaluation mode (model.eval()): its dropout and batch norm are counted as such"
         evaluates = job.mode == "training" and not self.model.training
         self.notes = (Note("evaluation-mode", text),) if evaluates else ()
+        self.compiles = True
+        """Whether what `torch.compile` was asked to compile is compiled; plans are made for uncompiled steps."""
         self.gives_weight = False
         """Whether the loss function was seen to return (loss, weight)."""
 
@@ -102,7 +104,7 @@ class OpenJob:
         """The trace at `batch_size`, or with the batch as it was given when None, as `settings` run the step."""
         step = self.step(batch_size, settings)
         try:
-            traced = trace(step, self.device)
+            traced = trace(step, self.device, compiles=self.compiles)
             self.gives_weight = traced.gives_weight
             return traced
         except StepFailed as failure:

@@ -33,6 +33,7 @@ class Subject:
                 f"a plan is made for one process, but the job has data_parallel={opened.job.data_parallel}. Plan "
                 f"without it, within a budget that is smaller by the buckets of DistributedDataParallel ({buckets})."
             )
+        opened.compiles = False
         self._opened = opened
         self._model = opened.model
         # What the user gave: of another size than one update's, maybe, or a function.

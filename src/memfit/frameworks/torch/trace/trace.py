@@ -5,22 +5,25 @@ the first only in its optimizer, so its timeline is composed from the record of 
 """
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memfit.core.device import Device, Kind
-from memfit.core.errors import BadOptimizer
+from memfit.core.errors import BadLoss, BadOptimizer, StepFailed
+from memfit.core.estimate import Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
 from memfit.frameworks.torch.apply.single_updates import empty_copy
+from memfit.frameworks.torch.compilation.compiled_steps import NOT_COMPILED, CompiledSteps, not_compiled
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.failures import explained
-from memfit.frameworks.torch.shapes.origin import OriginTracker
+from memfit.frameworks.torch.shapes.origin import OriginTracker, uncompiled_path
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
 from memfit.frameworks.torch.shapes.stand_in import ShapeCopies, dense_parts, map_tensors, parts_of, swapped, tensors_in
@@ -55,13 +58,21 @@ class Step:
     data_parallel: int = 1
 
 
-def trace(step: Step, device: Device) -> Trace:
-    """Runs `step` on a simulated `device`."""
-    return _Tracer(step, device).run()
+def trace(step: Step, device: Device, *, compiles: bool = True) -> Trace:
+    """Runs `step` on a simulated `device`; what `torch.compile` was asked to compile is compiled, or run as it is."""
+    tracer = _Tracer(step, device, compiles)
+    try:
+        return tracer.run()
+    except (StepFailed, BadLoss) as failure:
+        if tracer.compiled is None or not tracer.compiled.num_graphs:
+            raise
+        traced = _Tracer(step, device, compiles=False).run()
+        return replace(traced, notes=(*traced.notes, Note(NOT_COMPILED, not_compiled(failure.__cause__ or failure))))
 
 
 class _Tracer:
-    def __init__(self, step: Step, device: Device) -> None:
+    def __init__(self, step: Step, device: Device, compiles: bool) -> None:
+        self.compiles = compiles
         self.step = step
         self.device = device
         self.on_cuda = device.kind is Kind.CUDA
@@ -78,6 +89,7 @@ class _Tracer:
         self.log = WorkLog()
         self.log.is_on = False
         self.simulation.operators.on_run = self._ran
+        self.compiled: CompiledSteps | None = None
 
     def run(self) -> Trace:
         step = self.step
@@ -85,7 +97,7 @@ class _Tracer:
         parameters = list(step.model.parameters())
         with ExitStack() as stack:
             stack.enter_context(ONE_AT_A_TIME)
-            stack.enter_context(undisturbed())
+            stack.enter_context(undisturbed(compiles=self.compiles))
             # Wherever it is called from: this also switches gradients on.
             stack.enter_context(torch.inference_mode(False))
             if step.training:
@@ -93,6 +105,18 @@ class _Tracer:
             stack.enter_context(swapped(step.model, copies))
             batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self.simulation.running())
+            if self.compiles and "torch._dynamo" in sys.modules:
+                simulation = self.simulation
+                self.compiled = CompiledSteps(
+                    self.device,
+                    self.recorder,
+                    self.origin,
+                    simulation.is_on,
+                    simulation.away,
+                    simulation.notes.report,
+                )
+                # One size of batch is as good as another: a trace is of one.
+                stack.enter_context(self.compiled.running(shapes_vary=False))
             optimizer = optimizer_for(step.optimizer, step.model, copies, parameters) if step.training else None
             stack.enter_context(self.hooked.emptied(optimizer))
             self.recorder.enter(Phase.SETUP, 0)
@@ -155,10 +179,10 @@ class _Tracer:
 
     def _set_up(self, model: torch.nn.Module, batch: Any) -> None:
         for name, parameter in model.named_parameters():
-            self.module_of[id(parameter)] = name.rpartition(".")[0]
-            self._add(parameter, name, Category.PARAMETER)
+            self.module_of[id(parameter)] = uncompiled_path(name).rpartition(".")[0]
+            self._add(parameter, uncompiled_path(name), Category.PARAMETER)
         for name, buffer in model.named_buffers():
-            self._add(buffer, name, Category.BUFFER)
+            self._add(buffer, uncompiled_path(name), Category.BUFFER)
         for tensor in tensors_in(batch):
             for part in dense_parts(tensor):
                 self.recorder.add(part, "batch", Category.BATCH)
@@ -330,12 +354,12 @@ class _Tracer:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Leaves random states, the garbage collector and compilation as they were."""
+def undisturbed(*, compiles: bool = False) -> Iterator[None]:
+    """Leaves random states and the garbage collector as they were; compiled models run uncompiled by default."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with random_states_kept(), eager():
+        with random_states_kept(), nullcontext() if compiles else eager():
             yield
     finally:
         if collecting:
