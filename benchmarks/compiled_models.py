@@ -102,7 +102,9 @@ class Language(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
 
 
-def _blocks(depth: int, width: int, norm: Callable[[int], nn.Module], mixer: Callable[[], nn.Module], **kind: bool) -> nn.Module:
+def _blocks(
+    depth: int, width: int, norm: Callable[[int], nn.Module], mixer: Callable[[], nn.Module], **kind: bool
+) -> nn.Module:
     parts: list[nn.Module] = []
     for _ in range(depth):
         parts.append(Residual(nn.Sequential(norm(width), Attention(width, 4, **kind))))

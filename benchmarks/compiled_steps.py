@@ -2,10 +2,11 @@
 
     python -m benchmarks.compiled_steps [--measure] [model ...]
 
-With `--measure` the truth is measured again, into tests/accuracy/compiled_measured.json: each model is trained
-for two steps, eager and compiled by `torch.compile`, in a process of its own that compiles its kernels anew. The measured peak is the greatest sum of live bytes of PyTorch's CPU allocator, as its profiler reports
-it, plus what existed before: parameters, buffers and the batch. Compiling, which the first call does, is not part of
-what is measured. The prediction is the peak of the timeline of the same step on the simulated CPU.
+With `--measure` the truth is measured again, into tests/accuracy/compiled_measured.json: each model is trained for two
+steps, eager and compiled by `torch.compile`, in a process of its own that compiles its kernels anew. The measured peak
+is the greatest sum of live bytes of PyTorch's CPU allocator, as its profiler reports it, plus what existed before:
+parameters, buffers and the batch. Compiling, which the first call does, is not part of what is measured. The prediction
+is the peak of the timeline of the same step on the simulated CPU.
 """
 
 import argparse
@@ -110,7 +111,9 @@ def bars(rows: list[Row]) -> list[Bar]:
     error, mean = abs(worst.errors[1]), fmean(abs(row.errors[1]) for row in rows)
     wrong = [row.name for row in rows if not row.right_direction]
     return [
-        Bar(f"greatest error of {len(rows)} compiled peaks", f"{error:.2%} ({worst.name})", "at most 3%", error <= LIMIT),
+        Bar(
+            f"greatest error of {len(rows)} compiled peaks", f"{error:.2%} ({worst.name})", "at most 3%", error <= LIMIT
+        ),
         Bar("mean error of compiled peaks", f"{mean:.2%}", "at most 3%", mean <= LIMIT),
         Bar("compiled against eager, direction", ", ".join(wrong) or "right on all", "right on all", not wrong),
         Bar("models", str(len(rows)), "at least 12", len(rows) >= 12),
@@ -128,13 +131,20 @@ def result_table(rows: list[Row]) -> str:
     return table(("model", *heads.split("|")), cells)
 
 
+def read_measured() -> dict[str, tuple[int, int]]:
+    """The truth: bytes of each model, eager and compiled."""
+    return {name: (eager, compiled) for name, (eager, compiled) in json.loads(RESULTS.read_text()).items()}
+
+
 def measure_all(names: list[str]) -> None:
     """Measures the named models and writes the truth."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = read_measured() if RESULTS.exists() else {}
     for number, name in enumerate(names, 1):
         known[name] = measure_apart(name)
         ordered = {model: known[model] for model in MODELS if model in known}
-        RESULTS.write_text("{\n" + ",\n".join(f'"{model}": {json.dumps(row)}' for model, row in ordered.items()) + "\n}\n")
+        RESULTS.write_text(
+            "{\n" + ",\n".join(f'"{model}": {json.dumps(row)}' for model, row in ordered.items()) + "\n}\n"
+        )
         print(f"[{number}/{len(names)}] {name}: {known[name]}", flush=True)
 
 
@@ -145,16 +155,15 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="measure again")
     parser.add_argument(_HERE, choices=MODELS, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    names = given.models or list(MODELS)
     if given.measure_here:
         measure(given.measure_here)
         return
     if given.measure:
-        measure_all(names)
+        measure_all(given.models or list(MODELS))
     rows = []
-    measured = json.loads(RESULTS.read_text())
-    for name in names:
-        row = Row(name, tuple(measured[name]), *predict(name))
+    measured = read_measured()
+    for name in given.models or measured:
+        row = Row(name, measured[name], *predict(name))
         rows.append(row)
         print(f"{name:16}{row.measured} {row.predicted} {percent(row.errors[1])} {row.seconds:.1f} s", flush=True)
     notes = [

@@ -81,6 +81,7 @@ _PATHS = {
     "new_dtypes": "torch.storage._new_dtypes",
     "num_dispatch_modes": "torch._C._len_torch_dispatch_stack",
     "num_function_modes": "torch._C._len_torch_function_stack",
+    "operators_module": "torch._ops",
     "parse_to": "torch._C._nn._parse_to",
     "pop_dispatch_mode": "torch.utils._python_dispatch._pop_mode",
     "pop_function_mode": "torch._C._pop_torch_function_stack",

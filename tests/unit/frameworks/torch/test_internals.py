@@ -11,6 +11,9 @@ from memfit.frameworks.torch import internals
 
 SOURCES = Path(internals.__file__).parents[2]
 
+# PyTorch's compiler loads parts of PyTorch that PyTorch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 @pytest.mark.parametrize("name", sorted(internals._PATHS))
 def test_this_release_has_every_name(name):

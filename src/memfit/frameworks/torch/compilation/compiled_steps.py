@@ -10,6 +10,7 @@ they stay what they are underneath, shape-only, because autograd asks the driver
 Python code is told that they are on the device.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.compilation.inductor_graphs import GraphMemory, compiler_replacements
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.kernels.convolution_layout import channels_last_format
-from memfit.frameworks.torch.shapes.interception import traced, uninterrupted
+from memfit.frameworks.torch.shapes.interception import uninterrupted
 from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.patching import Replacement, around, in_owner, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
@@ -88,14 +89,12 @@ class CompiledSteps:
         self._codes: dict[Any, None] = {}
         self.num_graphs = 0
         """How many graphs have been compiled."""
-        self.failure: Exception | None = None
-        """Why one of them could not be."""
 
     @contextmanager
     def running(self, *, shapes_vary: bool) -> Iterator[None]:
         """Compiles while it lasts. Where not `shapes_vary`, other sizes don't make a graph one of any size."""
         dynamo = torch._dynamo
-        settings = {} if shapes_vary else {"automatic_dynamic_shapes": False}
+        settings: dict[str, Any] = {} if shapes_vary else {"automatic_dynamic_shapes": False}
         try:
             with (
                 dynamo.config.patch(**settings),
@@ -118,7 +117,6 @@ class CompiledSteps:
                 self._open()
                 return plain(callback, frame, *arguments)
             except Exception as error:
-                self.failure = error
                 self._report(NOT_COMPILED, not_compiled(error))
                 return internals.uncompiled_frame()
 
@@ -126,7 +124,9 @@ class CompiledSteps:
     def _compiling(self) -> Iterator[None]:
         before, self._is_compiling = self._is_compiling, True
         try:
-            with self._away(), traced():
+            with self._away(), warnings.catch_warnings():
+                # The compiler's own, about parts of PyTorch that it loads.
+                warnings.simplefilter("ignore")
                 yield
         finally:
             self._is_compiling = before
@@ -231,11 +231,17 @@ class CompiledSteps:
     def _on_the_device(self, graph: Any, *arguments: Any, **options: Any) -> Any:
         """Inductor's passes over the joint graph, in which PyTorch's C++ has named the device of shapes alone."""
         cuda = torch.device("cuda", 0)
-        change = lambda value: cuda if isinstance(value, torch.device) and value.type == "meta" else value
+
+        def change(value: Any) -> Any:
+            return cuda if isinstance(value, torch.device) and value.type == "meta" else value
+
         for node in list(graph.graph.nodes):
             if node.op != "call_function":
                 continue
-            node.args, node.kwargs = internals.map_arguments(node.args, change), internals.map_arguments(node.kwargs, change)
+            node.args, node.kwargs = (
+                internals.map_arguments(node.args, change),
+                internals.map_arguments(node.kwargs, change),
+            )
             if node.target is internals.device_put and node.args[0].meta["val"].device == node.args[1]:
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
@@ -255,7 +261,7 @@ class CompiledSteps:
         }
 
         def fold(plain: Callable[..., Any], *arguments: Any) -> Any:
-            with _OnHost():
+            with _OnHost():  # type: ignore[no-untyped-call]
                 return plain(*arguments)
 
         return [
@@ -266,6 +272,7 @@ class CompiledSteps:
             Replacement(interface.Worker, "get_device_properties", staticmethod(answers["get_device_properties"])),
             Replacement(internals.DeviceHints, "create", create),
             Replacement(internals.compile_fx_module, "_recursive_joint_graph_passes", self._on_the_device),
+            around(internals.operators_module, "resolve_key", _resolve),
             Replacement(torch._C, "_conv_determine_backend_memory_format", _convolution_layout),
             Replacement(torch.cuda, "get_device_properties", answers["get_device_properties"]),
             Replacement(torch.cuda, "get_device_capability", lambda device=None: capability),
@@ -273,10 +280,21 @@ class CompiledSteps:
         ]
 
 
-
 def _convolution_layout(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
     """The layout of a convolution's output by cuDNN's rule."""
     return channels_last_format(data, weight) or torch.contiguous_format
+
+
+def _resolve(plain: Callable[..., Any], operator: Any, key: Any) -> Any:
+    """Takes an operator apart above autograd although there is a rule for its shapes, as on any real device."""
+    keys = internals.DispatchKey
+    resolved = plain(operator, key)
+    is_whole = key == resolved == keys.AutogradMeta
+    return (
+        keys.CompositeImplicitAutograd
+        if is_whole and operator.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
+        else resolved
+    )
 
 
 class _OnHost(internals.TorchDispatchMode):

@@ -77,9 +77,7 @@ class GraphMemory:
             call=call, runner=namespace.get("runner"), __file__="compiled_graph", __name__="compiled_graph"
         )
 
-    def _allocator(
-        self, labels: dict[str, tuple[str, tuple[str, str]]], in_pool: bool
-    ) -> Callable[..., torch.Tensor]:
+    def _allocator(self, labels: dict[str, tuple[str, tuple[str, str]]], in_pool: bool) -> Callable[..., torch.Tensor]:
         recorder, origin = self.recorder, self.origin
         meta = torch.device("meta")
 
@@ -182,7 +180,9 @@ def compiler_replacements(memory: GraphMemory) -> list[Replacement]:
     plain_allocation = wrapper.make_allocation
     cpu = torch.device("cpu")
 
-    def make_allocation(self: Any, name: str, device: Any, dtype: Any, shape: Any, stride: Any, *a: Any, **k: Any) -> Any:
+    def make_allocation(
+        self: Any, name: str, device: Any, dtype: Any, shape: Any, stride: Any, *a: Any, **k: Any
+    ) -> Any:
         line: str = plain_allocation(self, name, device, dtype, shape, stride, *a, **k)
         # Of a tensor that is on the host beside a GPU, such as a number, nothing is recorded.
         if memory.on_cuda and device.type == "cpu":

@@ -65,6 +65,7 @@ def host_float32() -> tuple[str, ...]:
     )
     return tuple(sorted(set(known) - {*HOST_LOWER_PRECISION, *HOST_WIDEST}))
 
+
 # Past classes that say something else, as PyTorch's compiler is told.
 _is_meta = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 

@@ -26,9 +26,6 @@ _library: torch.library.Library | None = None
 _fallthrough: torch.library.Library | None = None
 _registered: set[str] = set()
 _active: dict[str, Interceptor] = {}
-# The operators being intercepted, innermost last, and where they go on; followed while PyTorch's compiler traces.
-_going_on: list[tuple[Operator, Any]] = []
-_is_traced = False
 
 
 def uninterrupted() -> Any:
@@ -38,9 +35,6 @@ def uninterrupted() -> Any:
 
 def call_plain(op: Operator, *args: Any, **kwargs: Any) -> Any:
     """Calls `op` with the interception off, for the operators it calls in turn as well."""
-    if _going_on and _going_on[-1][0] is op:
-        with uninterrupted():
-            return op.redispatch(_going_on[-1][1], *args, **kwargs)
     with uninterrupted():
         return op(*args, **kwargs)
 
@@ -69,13 +63,7 @@ def _register(names: list[str]) -> None:
                 if interceptor is None:
                     # Registered for another device: the operators it calls in turn may have interceptors on this one.
                     return _op.redispatch(keys & _BELOW, *args, **kwargs)
-                if not _is_traced:
-                    return interceptor(_op, *args, **kwargs)
-                _going_on.append((_op, keys & _BELOW))
-                try:
-                    return interceptor(_op, *args, **kwargs)
-                finally:
-                    _going_on.pop()
+                return interceptor(_op, *args, **kwargs)
 
         _library.impl(name, kernel, "AutocastPrivateUse1", with_keyset=True)
         _registered.add(name)
@@ -95,17 +83,6 @@ def intercepting(interceptors: dict[str, Interceptor]) -> Iterator[None]:
     finally:
         _active.clear()
         _active.update(before)
-
-
-@contextmanager
-def traced() -> Iterator[None]:
-    """For PyTorch's compiler, whose own dispatcher in Python takes an operator that is called anew for another."""
-    global _is_traced
-    before, _is_traced = _is_traced, True
-    try:
-        yield
-    finally:
-        _is_traced = before
 
 
 @contextmanager

@@ -52,7 +52,6 @@ class Recorder:
         """The number of the stream on which blocks start now; 0 is the default one."""
         self._streams: dict[int, int] = {}
         self._bounded: set[int] = set()
-        self._streams: dict[int, int] = {}
         self.permanent: set[int] = set()
         """Blocks that nothing ever frees."""
         self._refs: dict[int, _StorageRef] = {}

@@ -123,7 +123,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Frames are compiled although this mode is on: it is off while they are.
+        """PyTorch compiles code although this mode is on: it is off while that is done."""
         return True
 
     def __torch_dispatch__(

@@ -71,7 +71,7 @@ def trace(step: Step, device: Device, *, compiles: bool = True) -> Trace:
 
 
 class _Tracer:
-    def __init__(self, step: Step, device: Device, compiles: bool) -> None:
+    def __init__(self, step: Step, device: Device, compiles: bool = False) -> None:
         self.compiles = compiles
         self.step = step
         self.device = device
@@ -137,7 +137,8 @@ class _Tracer:
             0 if self.fitted is None else self.fitted.host_bytes,
             self.simulation.quantized.managed_bytes,
             self.gives_weight,
-            work=tuple(self.log.operations),
+            # What fused kernels do isn't in the log: then nothing is known.
+            work=() if self.compiled is not None and self.compiled.num_graphs else tuple(self.log.operations),
             grouped_bytes=self.simulation.grouped_bytes,
         )
 

@@ -394,16 +394,6 @@ def test_accumulation_inside_of_the_loss():
     assert total(end, Category.GRADIENT) == sum(PARAMETERS)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_model_is_run_uncompiled():
-    model = make_mlp()
-
-    compiled = train(torch.compile(model))
-
-    plain = train(model)
-    assert [b.size_bytes for b in compiled.timeline.blocks] == [b.size_bytes for b in plain.timeline.blocks]
-
-
 def test_parametrised_weights_and_hooks_of_old_run():
     modern = nn.utils.parametrizations.weight_norm(nn.Linear(INPUT, OUTPUT))
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(INPUT, OUTPUT))
