@@ -39,17 +39,14 @@ SUBJECT = ("timm:resnet50", "--batch-size", "64", "--device", "t4", "--precision
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 PICKED = (
+    ("snapshot_steps", "whole steps", "Allocations of whole steps that real GPUs recorded, simulated one by one"),
+    ("snapshot_steps", "peak allocated", "The same: allocated peak of 26 recorded programs"),
+    ("step_times", "median error, training", "Time of training on an RTX 3090, families not fitted: median error"),
     ("t4_runs", "allocated peak, worst", "Peak of published runs on a Tesla T4: error of the worst"),
-    ("xmem_cnn", "reserved peak, median", "Reserved memory of published runs on RTX 3060 and 4060: median error"),
+    ("xmem_cnn", "reserved peak, median", "Reserved memory of runs on RTX 3060 and 4060: median error"),
     ("xmem_cnn", "reserved peak, worst", "The same: error of the worst"),
     ("timm_rtx3090", "nothing fitted", "timm models on an RTX 3090: batches that trained and failed both predicted"),
-    ("cpu_accuracy", "greatest error", "Peak of training steps measured on a CPU: greatest error"),
     ("plan_gradients", "greatest relative error", "Gradients under exact plans: greatest relative error"),
-    (
-        "plan_checkpointing",
-        "operations computed again",
-        "Operations that plans recompute, relative to uniform checkpointing",
-    ),
     ("guard_faults", "weights after", "Training with injected out-of-memory errors: final weights"),
     ("guard_kills", "weights after", "Training killed at random and resumed: final weights"),
     ("stream_speed", "raw preadv, 16 MiB", "A shuffled epoch of a 2 GiB file, of the speed of a sequential read"),
