@@ -40,7 +40,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 PICKED = (
     ("snapshot_steps", "whole steps", "Allocations of whole steps that real GPUs recorded, simulated one by one"),
-    ("snapshot_steps", "peak allocated", "The same: allocated peak of 26 recorded programs"),
     ("step_times", "median error, training", "Time of training on an RTX 3090, families not fitted: median error"),
     ("t4_runs", "allocated peak, worst", "Peak of published runs on a Tesla T4: error of the worst"),
     ("xmem_cnn", "reserved peak, median", "Reserved memory of runs on RTX 3060 and 4060: median error"),
