@@ -8,11 +8,12 @@ from benchmarks import compiled_steps
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_a_compiled_convnet_takes_what_was_measured():
-    measured = compiled_steps.read_measured()["convnet"]
+@pytest.mark.parametrize("name", ["convnet", "gpt"])
+def test_a_compiled_model_takes_what_was_measured(name):
+    measured = compiled_steps.read_measured()[name]
     threads = torch.get_num_threads()
     try:
-        predicted, _ = compiled_steps.predict("convnet")
+        predicted, _ = compiled_steps.predict(name)
     finally:
         torch.set_num_threads(threads)
 

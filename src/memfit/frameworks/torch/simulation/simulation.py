@@ -286,6 +286,9 @@ class Simulation:
             return groups
 
         def make_wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on():
+                # The compiler's own tensors among them.
+                return plain_wrapper(*args, **kwargs)
             place = self.look.place
             if kwargs.get("device") is not None and place(kwargs["device"]) is not None:
                 kwargs = {**kwargs, "device": META}
