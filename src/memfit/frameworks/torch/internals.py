@@ -6,6 +6,7 @@ it, and with one clear message. To add a name, add a line to `_PATHS`; for a pri
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,8 +56,11 @@ _PATHS = {
     "enable_torch_function": "torch._C._EnableTorchFunction",
     "engine_run_backward": "torch.autograd.graph._engine_run_backward",
     "exclude_dispatch_keys": "torch._C._ExcludeDispatchKeyGuard",
+    "extension": "torch._C",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "file_writer": "torch._C.PyTorchFileWriter",
+    "foreach_add": "torch._foreach_add",
+    "foreach_add_in_place": "torch._foreach_add_",
     "foreach_devices": "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
     "foreach_devices_of_optimizers": "torch.optim.optimizer._get_foreach_kernels_supported_devices",
     "function_mode_stack": "torch.overrides._get_current_function_mode_stack",
@@ -77,6 +81,7 @@ _PATHS = {
     "lazy_cuda_call": "torch.cuda._lazy_call",
     "load_state_dict": "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
     "local_scalar_dense": "torch.ops.aten._local_scalar_dense.default",
+    "make_subclass": "torch.Tensor._make_subclass",
     "map_arguments": "torch.fx.node.map_aggregate",
     "new_dtypes": "torch.storage._new_dtypes",
     "num_dispatch_modes": "torch._C._len_torch_dispatch_stack",
@@ -95,6 +100,7 @@ _PATHS = {
     "rebuild_wrapper": "torch._utils._rebuild_wrapper_subclass",
     "reduce_tensor": "torch.Tensor._reduce_ex_internal",
     "reset_code": "torch._dynamo.eval_frame.reset_code",
+    "reset_compiler": "torch._dynamo.reset",
     "restore_location": "torch._utils._get_restore_location",
     "save_state_dict": "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
     "sdp_priority_order": "torch._C._get_sdp_priority_order",
@@ -131,6 +137,11 @@ def place(name: str) -> tuple[Any, str]:
     owner = NAMES.find(path)
     NAMES.of(owner, attribute)
     return owner, attribute
+
+
+# Nested tensors: modules that are loaded when they are used, and what chooses the kernel of their attention.
+NESTED_TENSORS, NESTED_ATTENTION = "torch.nested._internal.nested_tensor", "torch.nested._internal.sdpa"
+IS_ATTENTION_ON_SHAPES, SELECT_ATTENTION = "_is_computing_meta_flops", "_select_sdp_backend"
 
 
 def empty_host_cache() -> None:
@@ -322,6 +333,25 @@ def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
 def renew_hooks_after_accumulation(parameter: Any) -> None:
     """Has the engine call these hooks for what the parameter is now, after `swap_tensors`."""
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
+def checks_program(function: Any) -> bool:
+    """Whether PyTorch itself compiles this, which is how higher-order operators check the program's functions."""
+    module, name = (str(getattr(function, each, "")) for each in ("__module__", "__name__"))
+    return module.startswith("torch._higher_order_ops") or name == "_flex_attention_hop_wrapper"
+
+
+def compiler() -> Any:
+    """The compiler's module; None where it isn't loaded."""
+    return sys.modules.get("torch._dynamo")
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """In this context compiled models run uncompiled; does nothing where the compiler isn't loaded."""
+    dynamo = compiler()
+    with contextlib.nullcontext() if dynamo is None else dynamo.config.patch(disable=True):
+        yield
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

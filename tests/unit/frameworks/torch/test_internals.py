@@ -1,6 +1,7 @@
 """Private names of PyTorch: all are here, and one that is gone gives one clear message."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,27 @@ def test_writes_are_counted_where_there_is_a_count():
         uncounted = torch.zeros(1)
     assert internals.version_of(tensor) == before + 1
     assert internals.version_of(uncounted) == -1
+
+
+def test_compilation_is_off_inside_and_as_it_was_afterwards():
+    import torch._dynamo
+
+    before = torch._dynamo.config.disable
+    with pytest.raises(KeyError), internals.without_compiler():
+        assert torch._dynamo.config.disable
+        raise KeyError
+
+    assert torch._dynamo.config.disable is before
+
+
+def test_attention_of_nested_tensors_asks_what_is_named():
+    names = vars(importlib.import_module(internals.NESTED_ATTENTION))
+    assert {internals.IS_ATTENTION_ON_SHAPES, internals.SELECT_ATTENTION} <= names.keys()
+    assert (
+        type(torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)).__module__ == internals.NESTED_TENSORS
+    )
+
+
+def test_functions_that_check_a_program_are_told_from_the_program_s():
+    module = importlib.import_module("torch._higher_order_ops.cond")
+    assert internals.checks_program(module.trace_cond) and not internals.checks_program(len)

@@ -25,7 +25,7 @@ from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.kernels.convolution_layout import channels_last_format
 from memfit.frameworks.torch.shapes.interception import uninterrupted
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement, around, in_owner, replaced
+from memfit.frameworks.torch.shapes.patching import Replacement, around, in_extension, in_owner, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 
 COMPILED = "compiled"
@@ -93,7 +93,7 @@ class CompiledSteps:
     @contextmanager
     def running(self, *, shapes_vary: bool) -> Iterator[None]:
         """Compiles while it lasts. Where not `shapes_vary`, other sizes don't make a graph one of any size."""
-        dynamo = torch._dynamo
+        dynamo = internals.compiler()
         settings: dict[str, Any] = {} if shapes_vary else {"automatic_dynamic_shapes": False}
         try:
             with (
@@ -273,7 +273,7 @@ class CompiledSteps:
             Replacement(internals.DeviceHints, "create", create),
             Replacement(internals.compile_fx_module, "_recursive_joint_graph_passes", self._on_the_device),
             around(internals.operators_module, "resolve_key", _resolve),
-            Replacement(torch._C, "_conv_determine_backend_memory_format", _convolution_layout),
+            *in_extension({"_conv_determine_backend_memory_format": _convolution_layout}),
             Replacement(torch.cuda, "get_device_properties", answers["get_device_properties"]),
             Replacement(torch.cuda, "get_device_capability", lambda device=None: capability),
             Replacement(torch.cuda, "current_device", lambda: 0),

@@ -84,8 +84,7 @@ def library_replacements(
         "_gather_out": lambda tensors, out, dim: out.copy_(_gather(tensors, dim)),
     }
     return [
-        *in_extension(low),
-        Replacement(torch._C, "_cudart", runtime),
+        *in_extension({**low, "_cudart": runtime}),
         Replacement(cuda, "_cudart", runtime),
         Replacement(cuda, "has_magma", True),
         Replacement(cuda.nvtx, "_nvtx", _Ranges()),

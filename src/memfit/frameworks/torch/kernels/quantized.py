@@ -23,7 +23,7 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels.fallbacks import Report
 from memfit.frameworks.torch.shapes.device_labels import Places
 from memfit.frameworks.torch.shapes.imports import on_import
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
+from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, replaced
 from memfit.frameworks.torch.shapes.shapes import META, Operator, size_bytes
 
 LIBRARY = "bitsandbytes"
@@ -206,8 +206,8 @@ def _mixed_product(
 @cache
 def _cuda_backend() -> Any:
     """The library's module for CUDA, which can be read without a GPU; None where this release has none."""
-    raw_stream = Replacement(torch._C, "_cuda_getCurrentRawStream", None)
-    with suppress(ImportError, AttributeError), internals.outside_simulation(), replaced([raw_stream]):
+    raw_stream = in_extension({"_cuda_getCurrentRawStream": None})
+    with suppress(ImportError, AttributeError), internals.outside_simulation(), replaced(raw_stream):
         return importlib.import_module(f"{LIBRARY}.backends.cuda.ops")
     return None
 

@@ -53,7 +53,7 @@ from memfit.frameworks.torch.shapes.shapes import tensors
 from memfit.frameworks.torch.shapes.stand_in import LargeWeights, parts_of, tensors_in
 from memfit.frameworks.torch.simulation.distributed import distributed_replacements
 from memfit.frameworks.torch.simulation.live_recorder import LiveRecorder
-from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
+from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation
 from memfit.frameworks.torch.trace.work import WorkLog
 
 BY_HAND = "updates-by-hand"
@@ -132,7 +132,7 @@ class Session:
             ACCELERATE: self.launchers.of_accelerate,
         }
         imported = {name: lambda module, make=make: self.replace_late(make(module)) for name, make in late.items()}
-        with ONE_AT_A_TIME, eager(), ExitStack() as stack, on_import({}, imported):
+        with ONE_AT_A_TIME, internals.without_compiler(), ExitStack() as stack, on_import({}, imported):
             _active.append(self)
             stack.callback(_active.remove, self)
             for handle in counter.watch():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
+from memfit.frameworks.torch import internals
 
 
 class Replacement(NamedTuple):
@@ -36,7 +36,7 @@ def around(
 
 def in_extension(functions: Mapping[str, Any]) -> list[Replacement]:
     """Stand-ins for functions of PyTorch's C extension, which a build without CUDA lacks."""
-    return in_owner(torch._C, functions)
+    return in_owner(internals.extension, functions)
 
 
 _MISSING = object()

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from memfit.core.errors import BadModel
 from memfit.core.units import MIB, format_size
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes import sparse
 from memfit.frameworks.torch.shapes.failures import explained
 from memfit.frameworks.torch.shapes.origin import calling_frames
@@ -73,7 +74,7 @@ class ShapeCopies:
     def _quantized(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
         """A weight of bitsandbytes with its state; quantised as it is on its way to a GPU, where it isn't yet."""
         data = _shape_only(weight.detach().as_subclass(torch.Tensor), dtype)
-        made: Any = torch.Tensor._make_subclass(type(weight), data, weight.requires_grad)
+        made: Any = internals.make_subclass(type(weight), data, weight.requires_grad)
         self._copies[id(weight)] = (weight, made)
         if not data.is_floating_point():
             self._by_address[weight.data_ptr(), weight.shape] = data

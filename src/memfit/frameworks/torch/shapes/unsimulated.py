@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# Here, and not when a script first needs it: it keeps the functions that it finds at its first import.
-import torch._dynamo
-
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.patching import Replacement
 
 EXTENSIONS = "torch.utils.cpp_extension"
+# Loads the compiler here, not when a script first needs it: it keeps the functions that it finds at its first import.
+_RESET_COMPILER = internals.place("reset_compiler")
 
 
 def extension_replacements(module: ModuleType) -> list[Replacement]:
@@ -41,12 +41,6 @@ def _refusal(name: str) -> ImportError:
     )
 
 
-def is_check(function: Any) -> bool:
-    """Whether PyTorch itself compiles this, which is how higher-order operators check their functions."""
-    module, name = (str(getattr(function, each, "")) for each in ("__module__", "__name__"))
-    return module.startswith("torch._higher_order_ops") or name == "_flex_attention_hop_wrapper"
-
-
 COMPILED_AS_EAGER = "compiled-as-eager"
 SCRIPT_NOT_SAVED = "script-not-saved"
 
@@ -61,7 +55,7 @@ def compilation_replacements(report: Callable[[str, str], None]) -> list[Replace
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda function: compile(function, **options)
-        if is_check(model):
+        if internals.checks_program(model):
             return model
         say_once()
         if isinstance(model, torch.nn.Module):
@@ -79,7 +73,7 @@ def compilation_replacements(report: Callable[[str, str], None]) -> list[Replace
         Replacement(torch, "compile", compile),
         Replacement(torch.nn.Module, "compile", compile_module),
         # It would look for the state of CUDA graphs.
-        Replacement(torch._dynamo, "reset", lambda: None),
+        Replacement(*_RESET_COMPILER, lambda: None),
         Replacement(torch.jit, "save", save_script),
     ]
 

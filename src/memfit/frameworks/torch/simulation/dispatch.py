@@ -33,8 +33,6 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _SELECTING = {"aten::nonzero", "aten::index", "aten::masked_select"}
 _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addbmm"}
 
-_NESTED = "torch.nested._internal.nested_tensor"
-
 # Collectives after which a rank of the fake process group has what it had before.
 _KEEPING = {
     f"c10d::{name}"
@@ -133,7 +131,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             if internals.FakeTensor in types:
                 # PyTorch's own inquiries into shapes, as DTensor makes them: nobody's memory.
                 return func(*args, **(kwargs or {}))
-            nested = next((kind for kind in types if kind.__module__ == _NESTED), None)
+            nested = next((kind for kind in types if kind.__module__ == internals.NESTED_TENSORS), None)
             if nested is not None:
                 # Its devices are read, and named again, with the function mode off, as in a forward pass.
                 with self, internals.disable_torch_function():

@@ -47,15 +47,15 @@ def _keeping_gradients(owner: type, is_on: Callable[[], bool]) -> Replacement:
 
 def _with_roots(plain: Callable[..., None], *args: Any, **options: Any) -> None:
     """A step of Adam whose denominators are a further list, beside the roots that they are made from."""
-    eps, plain_add, denominators = options["eps"], torch._foreach_add_, []
+    eps, plain_add, denominators = options["eps"], internals.foreach_add_in_place, []
 
     def add(tensors: Any, other: Any, *rest: Any, **others: Any) -> None:
         if isinstance(other, float) and other == eps:
-            denominators.append(torch._foreach_add(tensors, other))
+            denominators.append(internals.foreach_add(tensors, other))
         else:
             plain_add(tensors, other, *rest, **others)
 
-    with replaced([Replacement(torch, "_foreach_add_", add)]):
+    with replaced([Replacement(*internals.place("foreach_add_in_place"), add)]):
         plain(*args, **options)
 
 

@@ -7,7 +7,6 @@ shape-only tensors as tensors of the device (`Look`), interceptors that make the
 """
 
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -34,7 +33,6 @@ from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import META
-from memfit.frameworks.torch.shapes.unsimulated import is_check
 from memfit.frameworks.torch.shapes.values import KnownValues
 from memfit.frameworks.torch.simulation.device_view import Look
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
@@ -198,13 +196,13 @@ class Simulation:
                 flash = torch.nn.attention.SDPBackend.FLASH_ATTENTION
                 instead: dict[str, Callable[..., Any]] = {
                     # So PyTorch's own count of operations asks for it.
-                    "_is_computing_meta_flops": lambda plain, tensor: True,
-                    "_select_sdp_backend": lambda plain, *args, **options: flash,
+                    internals.IS_ATTENTION_ON_SHAPES: lambda plain, tensor: True,
+                    internals.SELECT_ATTENTION: lambda plain, *args, **options: flash,
                 }
                 given = [around(module, name, other, is_cuda) for name, other in instead.items()]
                 stack.enter_context(replaced(given))
 
-            stack.enter_context(on_import({}, {"torch.nested._internal.sdpa": equip}))
+            stack.enter_context(on_import({}, {internals.NESTED_ATTENTION: equip}))
             yield
 
     def _about_autocast(self) -> list[Replacement]:
@@ -313,15 +311,7 @@ class Simulation:
 
 
 def _compile(plain: Callable[..., Any], model: Any = None, **options: Any) -> Any:
-    return model if is_check(model) else plain(model, **options)
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Compiled models run uncompiled: shape-only tensors have nothing to compile for."""
-    dynamo = sys.modules.get("torch._dynamo")
-    with nullcontext() if dynamo is None else dynamo.config.patch(disable=True):
-        yield
+    return model if internals.checks_program(model) else plain(model, **options)
 
 
 class UsualCollector:

@@ -5,7 +5,6 @@ the first only in its optimizer, so its timeline is composed from the record of 
 """
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from memfit.core.estimate import Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.single_updates import empty_copy
 from memfit.frameworks.torch.compilation.compiled_steps import NOT_COMPILED, CompiledSteps, not_compiled
 from memfit.frameworks.torch.shapes import failures
@@ -28,7 +28,7 @@ from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
 from memfit.frameworks.torch.shapes.stand_in import ShapeCopies, dense_parts, map_tensors, parts_of, swapped, tensors_in
 from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST, WEIGHTS
-from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation, eager
+from memfit.frameworks.torch.simulation.simulation import ONE_AT_A_TIME, Simulation
 from memfit.frameworks.torch.trace import loop
 from memfit.frameworks.torch.trace.work import WorkLog
 
@@ -105,7 +105,7 @@ class _Tracer:
             stack.enter_context(swapped(step.model, copies))
             batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self.simulation.running())
-            if self.compiles and "torch._dynamo" in sys.modules:
+            if self.compiles and internals.compiler() is not None:
                 simulation = self.simulation
                 self.compiled = CompiledSteps(
                     self.device,
@@ -360,7 +360,7 @@ def undisturbed(*, compiles: bool = False) -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with random_states_kept(), nullcontext() if compiles else eager():
+        with random_states_kept(), nullcontext() if compiles else internals.without_compiler():
             yield
     finally:
         if collecting:

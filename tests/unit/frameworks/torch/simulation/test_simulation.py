@@ -18,7 +18,6 @@ from memfit.frameworks.torch.simulation.simulation import (
     Notes,
     Simulation,
     UsualCollector,
-    eager,
 )
 from tests.unit.frameworks.torch.builders import AMPERE, HOST, line_of
 from tests.unit.frameworks.torch.sessions import really, running
@@ -259,17 +258,6 @@ def test_a_value_that_only_the_framework_reads_is_no_news():
     notes.report(fallbacks.DATA_DEPENDENT, "a shape")
 
     assert list(notes.found.values()) == [Note(fallbacks.DATA_DEPENDENT, "a shape", "")]
-
-
-def test_compilation_is_off_inside_and_as_it_was_afterwards():
-    import torch._dynamo
-
-    before = torch._dynamo.config.disable
-    with pytest.raises(KeyError), eager():
-        assert torch._dynamo.config.disable
-        raise KeyError
-
-    assert torch._dynamo.config.disable is before
 
 
 FIRST = torch.device("cuda", 0)
