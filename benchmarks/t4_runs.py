@@ -198,7 +198,7 @@ def image_model(name: str, *, checkpointing: bool) -> Callable[[], Any]:
 
 def predict(row: rows.Row) -> Outcome:
     """A row beside its prediction."""
-    device = memfit.find_device(row["gpu"])
+    device = memfit.find_device(row["gpu"], stack=f"torch=={row['torch']}")
     with rows.quietly():
         estimate = memfit.estimate(row_job(row), device=device, batch_size=int(row["batch_size"]))
     return Outcome(row, estimate)

@@ -3,7 +3,7 @@
     python -m benchmarks.xmem_cnn [--csv PATH]
 
 Columns: model, optimizer, batch, gpu, and the measured reserved_peak_bytes (without the CUDA context). All runs are
-float32 with images of 86x86. The prediction is what `memfit.estimate` says: the allocator is replayed without a limit
+float32 with images of 86x86, on PyTorch 2.6. The prediction is what `memfit.estimate` says: the allocator is replayed without a limit
 first and, when that needs more than the card has, within the card's capacity, where it releases cached memory and
 asks again.
 """
@@ -21,6 +21,7 @@ from memfit.core.units import MIB
 
 DEFAULT_CSV = rows.DATA / "xmem_cnn_rtx3060.csv"
 IMAGE_SIZE = 86
+STACK = "torch2.6"
 MEDIAN_LIMIT = 0.03
 WORST_LIMIT = 0.10
 
@@ -100,7 +101,8 @@ def predict(row: rows.Row) -> Outcome:
         optimizer=rows.optimizer_named(row["optimizer"]),
     )
     with rows.quietly():
-        estimate = memfit.estimate(job, device=memfit.find_device(row["gpu"]), batch_size=int(row["batch"]))
+        device = memfit.find_device(row["gpu"], stack=STACK)
+        estimate = memfit.estimate(job, device=device, batch_size=int(row["batch"]))
     return Outcome(row, name, estimate)
 
 
