@@ -24,12 +24,13 @@ from memfit.core.verification import Measured, ModelCheck, Verification
 from memfit.reports.files import write_json
 from memfit.reports.verify import figures
 
-_SECONDS = 120.0
+SECONDS = 120.0
+"""About how long it may take, where nobody says."""
 
 verifications.reporters.use(figures.format_verification, lambda result, path: write_json(result.to_json(), path))
 
 
-def verify(device: str | Device | None = None, *, seconds: float = _SECONDS, rehearse: bool = False) -> Verification:
+def verify(device: str | Device | None = None, *, seconds: float = SECONDS, rehearse: bool = False) -> Verification:
     """Predictions of a dozen small training steps beside what they really take on this machine.
 
     Args:
@@ -75,7 +76,7 @@ def verify(device: str | Device | None = None, *, seconds: float = _SECONDS, reh
 
 
 def calibrate(
-    device: str | Device | None = None, *, path: str | os.PathLike[str] | None = None, seconds: float = _SECONDS
+    device: str | Device | None = None, *, path: str | os.PathLike[str] | None = None, seconds: float = SECONDS
 ) -> Verification:
     """Measures the device in hand and keeps the result: from then on, estimates for it use what was measured.
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of everything that measures the device in hand."""
     add_device_argument(parser, "this machine's GPU by default; or cpu", in_hand=True)
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="N", help="about how long it may take")
+    parser.add_argument("--seconds", type=float, default=_api.SECONDS, metavar="N", help="about how long it may take")
     parser.add_argument("--json", action="store_true", help="write JSON to standard output")
 
 

@@ -173,7 +173,6 @@ def compare_with(
         snapshot: of the real device.
         simulated: the same program, simulated.
         device: number of the real device; None: the only one that has a history.
-        ends_early: whether the history goes on after the end of the simulation.
         versions: of what the simulation ran with.
 
     Raises:

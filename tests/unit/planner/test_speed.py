@@ -2,11 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.catalogue import find_device
 from memfit.core.profile import Measurement
 from memfit.core.settings import OptimizerKernels, OptimizerState, Settings
 from memfit.planner.timeline_moves import AS_IT_IS
-from memfit.timing import rates_of
 from tests.unit.planner.profiles import Chain, speed_of
 from tests.unit.planner.script_builders import NUM_LAYERS, stack, work
 from tests.unit.planner.script_builders import speed_of as script_speed_of
@@ -85,24 +83,6 @@ def test_sharding_costs_communication(chain):
         return speed.step(settings, 4) - speed.update(settings)
 
     assert passes(4) > passes(2) > passes(1)
-
-
-def test_rates_are_shares_of_the_catalogue_s():
-    device = find_device("a100-40gb")
-    rates = rates_of(device)
-    assert rates.flops["float32"] == device.flops["float32"]
-    assert rates.bandwidth == device.bandwidth_bytes_per_second
-    assert rates.reference == ""
-
-
-def test_a_device_of_unknown_speed_borrows_that_of_another():
-    rates = rates_of(find_device("24GiB"))
-    assert "3090" in rates.reference and rates.flops
-
-
-def test_newer_devices_have_a_faster_bus():
-    speeds = [rates_of(find_device(name)).transfer for name in ("t4", "a100", "h100")]
-    assert speeds == sorted(speeds) and len(set(speeds)) == 3
 
 
 def test_other_ways_are_scaled_as_the_plain_step_was_measured(chain):
