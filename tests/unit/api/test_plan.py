@@ -5,6 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.api.jobs import open_estimator
@@ -542,3 +546,94 @@ def test_a_plan_is_no_slower_than_any_simple_one_that_fits(model, share):
             assert plan.settings.micro_batches <= parts
             return
     raise AssertionError("none fits: the test shows nothing")
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+
+
+@torch.library.custom_op("memfit_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+def attend(x):
+    rows = x.view(-1, 2, 2, 16)
+    return flex_attention(rows, rows, rows).view(x.shape)
+
+
+def summed(x):
+    def add(carried, rows):
+        return carried + rows.sin(), carried.clone()
+
+    return scan(add, torch.zeros_like(x), torch.stack([x, x]))[0]
+
+
+PARTS = {
+    "autograd function": Cubed.apply,
+    "operator of torch.library": doubled,
+    "checkpoint": lambda x: checkpoint(lambda y: y.sin().cos(), x, use_reentrant=False),
+    "cond": lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+    "map": lambda x: map_rows(torch.sin, torch.stack([x, x]))[0],
+    "scan": summed,
+    "flex_attention": attend,
+}
+
+
+def as_it_is_estimated(model, optimizer):
+    """Plans for an A100 from a figure that is the estimate's."""
+    job = memfit.Job(model, classify, batch_of(), optimizer=optimizer)
+    plain = memfit.estimate(job, device="a100-40gb")
+    options = memfit.PlanOptions(measure=False)
+    plan = memfit.plan(job, device="a100-40gb", budget=2 * plain.peak_bytes, options=options)
+    assert plan.before.peak_bytes == plain.peak_bytes
+    assert plan.fits
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", PARTS)
+def test_steps_of_today_are_planned_from_what_is_estimated(name):
+    model = nn.Sequential(nn.Linear(64, 64), Stack(depth=2))
+    model[0].register_forward_hook(lambda module, args, out: PARTS[name](out))
+    as_it_is_estimated(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["Adam8bit", "PagedAdamW8bit"])
+def test_optimizers_of_bitsandbytes_are_planned_from_what_is_estimated(name):
+    library = pytest.importorskip("bitsandbytes")
+    model = Stack(depth=2)
+    as_it_is_estimated(model, getattr(library.optim, name)(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["Linear4bit", "Linear8bitLt"])
+def test_quantized_weights_are_planned_from_what_is_estimated(name):
+    library = pytest.importorskip("bitsandbytes")
+    model = Stack(depth=2)
+    for block in model.blocks:
+        block.up = getattr(library.nn, name)(64, 256)
+    trained = [weight for weight in model.parameters() if weight.requires_grad and weight.is_floating_point()]
+    as_it_is_estimated(model, torch.optim.AdamW(trained))
+
+
+def test_outputs_that_the_loop_keeps_are_in_the_plan():
+    def mean(model, batch):
+        return model(batch[0]).mean()
+
+    def planned(**options):
+        model = nn.Linear(64, 4096)
+        job = memfit.Job(model, mean, batch_of(), torch.optim.SGD(model.parameters(), 0.1), **options)
+        return memfit.plan(job, device="a100-40gb", budget="4GiB", options=memfit.PlanOptions(measure=False))
+
+    # Outputs of the first step are there in the second one's backward pass.
+    assert planned(keep_outputs=True).before.peak_bytes == planned().before.peak_bytes + 2048 * 4096 * 4
