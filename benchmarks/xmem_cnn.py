@@ -3,9 +3,9 @@
     python -m benchmarks.xmem_cnn [--csv PATH]
 
 Columns: model, optimizer, batch, gpu, and the measured reserved_peak_bytes (without the CUDA context). All runs are
-float32 with images of 86x86, on PyTorch 2.6. The prediction is what `memfit.estimate` says: the allocator is replayed without a limit
-first and, when that needs more than the card has, within the card's capacity, where it releases cached memory and
-asks again.
+float32 with images of 86x86, on PyTorch 2.6. The prediction is what `memfit.estimate` says: the allocator is replayed
+without a limit first and, when that needs more than the card has, within the card's capacity, where it releases
+cached memory and asks again.
 """
 
 import argparse
