@@ -28,14 +28,19 @@ def resolve(device: Any, stack: str | None = None) -> Device:
         return calibration.calibrated(known)
     known = _resolve(device, stack)
     path = calibration_path(known)
-    if isinstance(device, Device) or not path.exists():
+    if isinstance(device, Device) or not os.path.exists(path):
         return known
     return read_calibration(path).calibrated(known)
 
 
 def calibration_path(device: Device) -> Path:
     """Where this machine's calibration of a device is kept."""
-    return Path(env.cache_folder()) / "calibrations" / f"{device.name}{_CALIBRATION}"
+    return calibration_folder() / f"{device.name}{_CALIBRATION}"
+
+
+def calibration_folder() -> Path:
+    """Where this machine's calibrations are kept."""
+    return Path(env.cache_folder()) / "calibrations"
 
 
 def _resolve(device: Any, stack: str | None) -> Device:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from memfit.api.devices import resolve
 from memfit.api.dryrun import dryrun
 from memfit.api.estimate import estimate
-from memfit.core.device import Device
+from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, DryRunOptions, Outcome
 from memfit.core.errors import BadInput, StepFailed
 from memfit.core.estimate import Estimate
@@ -88,6 +88,11 @@ def _estimate_of(result: Estimate | DryRun) -> Estimate:
             )
     else:
         simulated, is_full = result, False
+    if simulated is not None and simulated.device.kind is not Kind.CUDA:
+        raise BadInput(
+            f"a snapshot is of a GPU, but {simulated.device.name} was simulated. Name the GPU that made it "
+            "(device=..., --device)."
+        )
     if simulated is None or not simulated.timeline.blocks:
         raise BadInput("the simulation put nothing on the device: name the program that made the snapshot.")
     if is_full or simulated.replay.out_of_memory is not None:

@@ -1,6 +1,7 @@
 """`memfit.verify` and `memfit.calibrate`: predictions beside measurements on the device in hand."""
 
 import datetime
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -9,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memfit.api.devices import calibration_path, own_gpu, resolve
+from memfit.api.devices import calibration_folder, calibration_path, own_gpu, resolve
 from memfit.api.estimate import estimate
 from memfit.api.jobs import on_installed_stack, torch_adapter
 from memfit.api.simulate import simulate
 from memfit.core import verification as verifications
 from memfit.core.device import Device, Kind, Origin
-from memfit.core.errors import BadInput
+from memfit.core.errors import BadFile, BadInput
 from memfit.core.estimate import Estimate
 from memfit.core.job import Job
 from memfit.core.oom import caught
 from memfit.core.progress import doing
-from memfit.core.verification import Measured, ModelCheck, Verification
+from memfit.core.verification import Measured, ModelCheck, Verification, check_replaceable
 from memfit.reports.files import write_json
 from memfit.reports.verify import figures
 
@@ -85,12 +86,27 @@ def calibrate(
         path: of a file to write instead, for another machine: estimates there take it with `device=path`.
         seconds: as for `verify`.
     """
-    result = verify(device, seconds=seconds)
-    target = Path(path) if path is not None else calibration_path(result.device)
+    # Before any time is spent on what to write.
     if path is None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    result.save(target)
+        _make_folder(calibration_folder())
+    else:
+        check_replaceable(path)
+    result = verify(device, seconds=seconds)
+    result.save(calibration_path(result.device) if path is None else path)
     return result
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes the folder in which calibrations are kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, "it can't be written to")
+    except OSError as error:
+        raise BadFile(
+            f"there is no folder {str(folder)!r} to keep a calibration in: {error.strerror}. Name a folder for it with "
+            "MEMFIT_CACHE, or a file with --output NAME.json (path=...)."
+        ) from error
 
 
 def _target(device: Any, *, rehearse: bool) -> Device:

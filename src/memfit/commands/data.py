@@ -196,10 +196,10 @@ def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _image_size(text: str) -> tuple[int, int]:
-    height, _, width = text.lower().partition("x")
-    if not (height.isascii() and height.isdecimal()) or (width and not (width.isascii() and width.isdecimal())):
+    match = re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,9}))?", text.lower())
+    if not match:
         raise BadInput(f"--image-size {text!r} is no size of images. Write 224, or height and width: 240x320.")
-    return int(height), int(width or height)
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _bench(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:

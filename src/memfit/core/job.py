@@ -20,6 +20,8 @@ _OTHER_PRECISIONS = {
     "amp-fp16": "16 16-mixed fp16-mixed mixed-fp16 float16-mixed mixed-float16 amp amp-float16 amp-16 autocast-fp16",
     "amp-bf16": "bf16-mixed mixed-bf16 bfloat16-mixed mixed-bfloat16 amp-bfloat16 autocast-bf16",
 }
+# More processes than anybody starts would take as long to list as they are many.
+_MOST_DEVICES = 2**20
 _PRECISION_OF = {other: name for name, others in _OTHER_PRECISIONS.items() for other in others.split()}
 
 
@@ -82,9 +84,10 @@ class Job(Shown):
             raise BadInput(f"precision must be one of {', '.join(PRECISIONS)}, but {self.precision!r} was given.")
         if self.mode not in MODES:
             raise BadInput(f"mode must be one of {', '.join(MODES)}, but {self.mode!r} was given.")
-        if self.data_parallel < 1:
+        if not isinstance(self.data_parallel, int) or not 1 <= self.data_parallel <= _MOST_DEVICES:
             raise BadInput(
-                f"data_parallel is a number of devices, at least 1, but {self.data_parallel} was given. "
+                f"data_parallel is a number of devices, from 1 to {_MOST_DEVICES:,}, but {self.data_parallel!r} was "
+                "given. "
                 "Leave it out for a single device."
             )
         if self.num_workers < 0 or self.prefetch_factor < 1:

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from memfit.core.errors import BadInput
 from memfit.core.shown import Shown
+from memfit.core.typed_data import Count
 
-Version = tuple[int, ...]
+Version = tuple[Count, ...]
 """A version by its numbers, so that versions compare: (2, 4) < (2, 4, 1) < (2, 11)."""
 _Value = TypeVar("_Value")
 

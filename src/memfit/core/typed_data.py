@@ -41,9 +41,9 @@ def reading(data: Any, name: str, what: str) -> Iterator[dict[str, Any]]:
         data = json.loads(data) if isinstance(data, str | bytes) else data
         given = {key: data[key] for key in ("format", "version")}
         if given != header(name):
-            raise BadFile(
-                f"expected a memfit.{name} of version {FORMAT_VERSION}, got {given['format']} {given['version']}."
-            )
+            # Whatever is there, in a line or two.
+            shown = " ".join(str(value)[:80] for value in given.values())
+            raise BadFile(f"expected a memfit.{name} of version {FORMAT_VERSION}, got {shown}.")
         yield data
     except BadFile:
         raise

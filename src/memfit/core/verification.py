@@ -15,8 +15,10 @@ from memfit.core.plain_files import read_plain
 from memfit.core.reporters import Reporters, written
 from memfit.core.shown import Shown
 from memfit.core.typed_data import Count, checked, header, made_of, reading
+from memfit.core.units import format_size
 
 _MOST_BYTES = 2**20
+_HOW = "Name a file that `memfit calibrate` wrote; where it is kept in memfit's cache folder, remove it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ class Verification(Shown):
                 "Run `memfit calibrate` on a machine with that device."
             )
         measured = self.measured
+        if device.kind is Kind.CUDA:
+            self._check_memory(device)
         changes: dict[str, Any] = {"source": f"measured with memfit calibrate, {self.software}", "date": self.date}
         if measured.usable_bytes is not None and device.kind is Kind.CUDA:
             changes |= {"usable_bytes": measured.usable_bytes, "usable_origin": Origin.MEASURED}
@@ -175,6 +179,18 @@ class Verification(Shown):
         if measured.context_bytes is not None and same_stack:
             changes |= {"context_bytes": measured.context_bytes, "context_origin": Origin.MEASURED}
         return replace(device, **changes)
+
+    def _check_memory(self, device: Device) -> None:
+        """Refuses what no such device has, such as less than its own context takes."""
+        usable_bytes = device.usable_bytes if self.measured.usable_bytes is None else self.measured.usable_bytes
+        context_bytes = self.measured.context_bytes or 0
+        # Cards are rebuilt with chips of twice the size.
+        most_bytes = None if device.nominal_bytes is None else 2 * device.nominal_bytes
+        if usable_bytes is not None and not context_bytes < usable_bytes <= (most_bytes or usable_bytes):
+            raise BadFile(
+                f"the calibration of {self.device.title} has {format_size(usable_bytes)} usable and a context of "
+                f"{format_size(context_bytes)}, which no such device has. Remove it, and run `memfit calibrate` again."
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as a calibration file, whole or not at all; raises BadFile where that can't be."""
@@ -188,7 +204,24 @@ class Verification(Shown):
     def from_json(cls, data: Any) -> "Verification":
         """What `to_json` wrote, from its structure or its text."""
         with reading(data, "verification", "a calibration") as plain:
-            return checked(made_of(cls, plain), "a calibration")
+            result = checked(made_of(cls, plain), "a calibration")
+            if result.device.stack is not None and len(result.device.stack.torch) < 2:
+                raise BadFile("not a calibration written by memfit: device.stack.torch is no version, such as [2, 4].")
+            return result
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Refuses to write a calibration over what is there and is none."""
+    try:
+        if os.path.getsize(path):
+            read_calibration(path)
+    except BadFile as error:
+        raise BadFile(
+            f"{os.fspath(path)!r} is there already and is no calibration: it would be lost. Name another file, or "
+            "remove it."
+        ) from error
+    except (OSError, ValueError):
+        return  # missing, or for `save` to refuse
 
 
 def read_calibration(path: str | os.PathLike[str]) -> Verification:
@@ -198,10 +231,12 @@ def read_calibration(path: str | os.PathLike[str]) -> Verification:
         BadFile: it can't be read, or is none.
     """
     try:
-        text = read_plain(Path(path), _MOST_BYTES)
-    except OSError as error:
-        raise BadFile(f"the calibration {os.fspath(path)!r} can't be read: {error.strerror or error}.") from error
+        # A link to a calibration is as good as the file; a FIFO or a device is not.
+        text = read_plain(Path(os.path.realpath(path)), _MOST_BYTES)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadFile(f"the calibration {os.fspath(path)!r} can't be read: {why}. {_HOW}") from error
     try:
         return Verification.from_json(text)
     except BadFile as error:
-        raise BadFile(f"{os.fspath(path)!r}: {error}") from None
+        raise BadFile(f"{os.fspath(path)!r}: {str(error).rstrip('.')}. {_HOW}") from None

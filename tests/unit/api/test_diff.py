@@ -82,3 +82,10 @@ def test_the_snapshot_is_refused_before_the_program_runs(tmp_path):
     # GIVEN a path of a script that isn't there
     with pytest.raises(BadFile, match=r"missing\.pickle"):
         memfit.diff(tmp_path / "missing.pickle", "missing.py", device="t4")
+
+
+def test_a_snapshot_of_a_gpu_is_not_compared_with_the_host(tmp_path):
+    snapshot = written(memfit.estimate(jobs.conv_job(), device="t4").timeline, tmp_path / "snapshot.pickle")
+
+    with pytest.raises(BadInput, match="a snapshot is of a GPU, but cpu was simulated"):
+        memfit.diff(snapshot, jobs.conv_job(), device="cpu")

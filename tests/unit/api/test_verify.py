@@ -104,3 +104,24 @@ def test_calibrating_can_write_a_file(tmp_path):
     assert memfit.Verification.from_json((tmp_path / "cpu.json").read_text()).device.name == "cpu"
     with pytest.raises(BadFile, match="can't be written"):
         memfit.calibrate("cpu", path=tmp_path / "missing" / "cpu.json", seconds=0.1)
+
+
+def test_what_is_no_calibration_is_not_replaced(tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{"mine": 1}')
+
+    with pytest.raises(BadFile, match="is no calibration: it would be lost"):
+        memfit.calibrate("cpu", path=path, seconds=0.1)
+    assert path.read_text() == '{"mine": 1}'
+
+    OF_T4.save(path)
+    memfit.calibrate("cpu", path=path, seconds=0.1)
+    assert memfit.Verification.from_json(path.read_text()).device.name == "cpu"
+
+
+def test_a_cache_that_is_no_folder_is_told_of_before_anything_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("")
+    monkeypatch.setattr("memfit.api.verify.verify", lambda *_, **__: pytest.fail("measured"))
+
+    with pytest.raises(BadFile, match="MEMFIT_CACHE"):
+        memfit.calibrate("cpu")

@@ -143,3 +143,10 @@ def test_messages_name_options(folder, capsys):
     assert "labels=1.csv" in error
     assert "Leave out with --columns (the names" in error
     assert "with --labels." in error
+
+
+@pytest.mark.parametrize("size", ["8x", "x8", "8x9x10", "-5", "1e3"])
+def test_a_size_that_is_half_written_is_refused(folder, capsys, size):
+    assert run("convert", "pictures", "x.npy", "--image-size", size) == 2
+
+    assert "is no size of images. Write 224" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from memfit.core.device import Origin
 from memfit.core.errors import BadFile
 from memfit.core.stack import read_stack
 from memfit.core.units import MIB
-from memfit.core.verification import Measured, ModelCheck, Verification, read_calibration
+from memfit.core.verification import Measured, ModelCheck, Verification, check_replaceable, read_calibration
 
 MIDDLE = ModelCheck("mlp", "fp32", 8, 102 * MIB, 198 * MIB, 0.01, 100 * MIB, 200 * MIB, 0.02)
 MADE = Verification(
@@ -102,3 +102,45 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         read_calibration(tmp_path / "missing.json")
     with pytest.raises(BadFile, match=r"can't be read: it is a directory"):
         read_calibration(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [Measured(usable_bytes=0), Measured(usable_bytes=2**62), Measured(context_bytes=2**62)],
+    ids=["nothing", "too much", "a context larger than the device"],
+)
+def test_memory_that_no_such_device_has_is_refused(measured):
+    with pytest.raises(BadFile, match="which no such device has"):
+        replace(MADE, measured=measured).calibrated(find_device("t4"))
+
+
+@pytest.mark.parametrize("torch", [[], [2], [-2, 4]])
+def test_a_stack_of_no_version_is_refused(torch):
+    data = json.loads(json.dumps(MADE.to_json()))
+    data["device"]["stack"]["torch"] = torch
+
+    with pytest.raises(BadFile, match=r"device\.stack\.torch"):
+        Verification.from_json(data)
+
+
+def test_a_link_to_a_calibration_is_as_good_as_it(tmp_path):
+    (tmp_path / "t4.json").write_text(json.dumps(MADE.to_json()))
+    (tmp_path / "mine.json").symlink_to(tmp_path / "t4.json")
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+
+    assert read_calibration(tmp_path / "mine.json") == MADE
+    for name in ("loop.json", "no\0name.json"):
+        with pytest.raises(BadFile, match="can't be read"):
+            read_calibration(tmp_path / name)
+
+
+def test_only_a_calibration_gives_way_to_another(tmp_path):
+    path = tmp_path / "t4.json"
+    for content in ("", json.dumps(MADE.to_json())):
+        path.write_text(content)
+        check_replaceable(path)
+    path.write_text("{}")
+
+    with pytest.raises(BadFile, match="would be lost"):
+        check_replaceable(path)
+    check_replaceable(tmp_path / "missing.json")

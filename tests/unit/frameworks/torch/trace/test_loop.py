@@ -74,8 +74,9 @@ def test_buckets_are_of_the_size_that_pytorch_gives_them():
 
 
 def test_data_parallel_options_that_make_no_sense_are_refused():
-    with pytest.raises(BadInput, match="data_parallel is a number of devices, at least 1, but 0 was given"):
-        memfit.Job(make(), loss, torch.zeros(ROWS, INPUT), data_parallel=0)
+    for count in (0, 10**20, 2.0):
+        with pytest.raises(BadInput, match="data_parallel is a number of devices, from 1 to 1,048,576, but"):
+            memfit.Job(make(), loss, torch.zeros(ROWS, INPUT), data_parallel=count)
     frozen = make().requires_grad_(False)
     batch = torch.zeros(ROWS, INPUT, requires_grad=True)
     with pytest.raises(StepFailed, match="preparation"):
