@@ -112,10 +112,18 @@ def _make_folder(folder: Path) -> None:
 def _target(device: Any, *, rehearse: bool) -> Device:
     if rehearse:
         return resolve(device)
-    target = own_gpu() if device is None else resolve(device)
-    if target.name == "cpu":
-        return target
-    own = own_gpu() if device is not None else target
+    named = None if device is None else resolve(device)
+    if named is not None and named.name == "cpu":
+        return named
+    try:
+        own = own_gpu()
+    except BadInput as error:
+        raise BadInput(
+            "this machine has no CUDA device that PyTorch can use, and only a device in hand can be measured. Measure "
+            "the host, device='cpu' (--device cpu), or see what is run on a GPU without measuring anything: --rehearse "
+            "(rehearse=True) with --device t4."
+        ) from error
+    target = named or own
     if own.name != target.name:
         raise BadInput(
             f"only the device in hand can be measured, which is {own.title}, but {target.title} was given. "

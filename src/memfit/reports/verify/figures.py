@@ -13,7 +13,7 @@ _GOOD = 0.05
 
 def report(verification: Verification) -> Report:
     """Predictions beside measurements, then the device."""
-    worst = verification.worst_error
+    worst, num_steps = verification.worst_error, len(verification.compared)
     lines = tuple(_line(check) for check in verification.checks)
     is_rehearsal = verification.origin is not Origin.MEASURED
     if is_rehearsal:
@@ -21,8 +21,8 @@ def report(verification: Verification) -> Report:
     elif worst is None:
         verdict = f"{device_title(verification.device)}: no step ran, so that nothing could be compared"
     else:
-        verdict = f"{device_title(verification.device)}: predicted peaks of {len(verification.compared)} steps are "
-        verdict += f"at most {worst:.1%} off"
+        verdict = f"{device_title(verification.device)}: predicted peaks of {num_steps} step"
+        verdict += f"{'s' * (num_steps != 1)} are at most {worst:.1%} off"
     details = [printable(verification.software)]
     if verification.num_left_out:
         details.append(f"no time was left for {verification.num_left_out} of the steps; give more with --seconds")
@@ -94,7 +94,8 @@ def _teraflops(rate: float | None) -> str:
 
 
 def _percent(error: float | None) -> str:
-    return UNKNOWN if error is None else f"{error:+.1%}"
+    # Rounded first: "-0.0%" is none.
+    return UNKNOWN if error is None else f"{round(error, 3) + 0.0:+.1%}"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -20,11 +20,18 @@ MADE = Verification(
 def test_figures_stand_beside_each_other_with_their_origin():
     text = format_verification(MADE)
 
-    assert "predicted peaks of 1 steps are at most 2.0% off" in text
+    assert "predicted peaks of 1 step are at most 2.0% off" in text
     assert "+2.0%" in text and "-1.0%" in text and "20.0 ms" in text
     assert "context of a process (catalogue: 134.9 MiB (measured))" in text
     assert "31.00 TFLOP/s" in text and "5.0 us" in text
     assert "no time was left for 3 of the steps" in text
+
+
+def test_a_small_error_has_no_sign_of_its_own():
+    text = format_verification(replace(MADE, checks=(replace(GOOD, predicted_allocated_bytes=100 * MIB - 512),) * 2))
+
+    assert "predicted peaks of 2 steps" in text
+    assert "+0.0%" in text and "-0.0%" not in text
 
 
 def test_what_was_not_measured_is_unknown_and_texts_are_escaped():
