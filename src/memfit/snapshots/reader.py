@@ -29,6 +29,8 @@ SEGMENT_ALLOCATED, SEGMENT_FREED, OUT_OF_MEMORY = "segment_alloc", "segment_free
 SEGMENT_MAPPED, SEGMENT_UNMAPPED = "segment_map", "segment_unmap"
 
 _XZ, _GZIP = b"\xfd7zXZ\x00", b"\x1f\x8b"
+_PIECE_BYTES = 2**24
+_FEWER = "Record fewer events: `torch.cuda.memory._record_memory_history(max_entries=100000)`."
 _HOW = (
     "Record with `torch.cuda.memory._record_memory_history(max_entries=...)` before the step and write the file "
     "with `torch.cuda.memory._dump_snapshot(...)` after it."
@@ -189,16 +191,19 @@ def _unpacked(path: Path, max_bytes: int) -> bytes:
                 opened = lzma.LZMAFile(file)  # noqa: SIM115  (closed with `file`)
             elif start.startswith(_GZIP):
                 opened = gzip.GzipFile(fileobj=file)
-            data: bytes = opened.read(max_bytes + 1)
+            # Piece by piece: a single read would ask for `max_bytes` at once, however small the file.
+            content = io.BytesIO()
+            while content.tell() <= max_bytes and (piece := opened.read(_PIECE_BYTES)):
+                content.write(piece)
+            data = content.getvalue()
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise BadFile(f"{path} is cut off or damaged ({error}): write or copy it again.") from None
+    except MemoryError:
+        raise BadFile(f"{path} holds more than this process has memory for. {_FEWER}") from None
     except OSError as error:
         raise BadFile(f"can't read {path}: {error.strerror or error}.") from None
     if len(data) > max_bytes:
-        raise BadFile(
-            f"{path} holds more than {format_size(max_bytes)}. Record fewer events: "
-            "`torch.cuda.memory._record_memory_history(max_entries=100000)`."
-        )
+        raise BadFile(f"{path} holds more than {format_size(max_bytes)}. {_FEWER}")
     if not data:
         raise BadFile(f"{path} is empty, and a memory snapshot was expected. {_HOW}")
     return data

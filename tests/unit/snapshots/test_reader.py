@@ -3,6 +3,8 @@ import lzma
 import os
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -134,3 +136,25 @@ def test_what_is_no_file(tmp_path):
         read_snapshot(tmp_path / "missing.pickle")
     with pytest.raises(BadFile, match=r"can't read .*a directory"):
         read_snapshot(tmp_path)
+
+
+def test_a_file_is_read_within_little_memory_and_too_large_a_one_is_told_of(tmp_path):
+    (tmp_path / "small.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
+    with lzma.open(tmp_path / "large.pickle", "wb", preset=0) as file:
+        for _ in range(8):
+            file.write(bytes(128 * 2**20))
+    # 1 GiB of addresses, the interpreter's own included.
+    script = """
+import resource
+from memfit.core.errors import BadFile
+from memfit.snapshots.reader import read_snapshot
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+read_snapshot("small.pickle")
+try:
+    read_snapshot("large.pickle")
+except BadFile as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert "holds more than this process has memory for. Record fewer events" in run.stdout, run.stderr
