@@ -150,6 +150,7 @@ def _check(runner: Any, job: Job, prediction: Estimate, seconds: float) -> Model
         batch_size=prediction.batch_size or 0,
         predicted_allocated_bytes=prediction.allocated_peak_bytes,
         predicted_reserved_bytes=prediction.reserved_peak_bytes if on_gpu else None,
+        predicted_seconds=None if prediction.time is None else prediction.time.seconds,
     )
     runs: list[Any] = []
     try:

@@ -47,6 +47,8 @@ def test_a_rehearsal_measures_nothing_and_agrees(seconds):
     assert len(result.checks) + result.num_left_out == 12
     assert result.worst_error == 0
     assert all(check.measured_seconds is None for check in result.checks)
+    assert all(check.predicted_seconds > 0 for check in result.checks)
+    assert result.time_ratio is None
     assert result.measured.bandwidth_bytes_per_second is None
 
 
