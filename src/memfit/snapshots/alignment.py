@@ -21,7 +21,7 @@ def align(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[i
     """(index in `first`, index in `second`) of a longest common subsequence, in order.
 
     >>> align("abcbdab", "bdcaba")
-    [(1, 0), (2, 2), (3, 4), (5, 5)]
+    [(1, 0), (4, 1), (5, 3), (6, 4)]
     """
     pairs: list[tuple[int, int]] = []
     # Ranges to be aligned, the first on top.
