@@ -48,7 +48,7 @@ def test_a_script_that_runs_has_no_section_to_fill(browser: Browser, tmp_path: P
 
     assert page.run("document.getElementById('run').hidden") is True
     assert page.run("document.getElementById('host-section').hidden") is True
-    assert page.text("#badge").endswith("fits")
+    assert page.text("#badge") == "✓ fits (99%)"
     assert "run in 8.2 s" in page.text("#footer")
 
 

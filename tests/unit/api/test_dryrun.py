@@ -53,9 +53,9 @@ def test_where_no_change_is_enough_the_command_that_finds_a_combination_is_shown
     assert all(advice.peak_bytes > result.estimate.capacity_bytes for advice in result.advice)
     command = f"memfit plan --device {result.estimate.device.name} --script {script} oom --name 'a b'"
     assert command in str(result)
-    # With room for one of the changes, no combination is needed.
-    enough = memfit.dryrun(script, ["oom"], device="1GiB", options=QUIET)
-    assert "memfit plan" not in str(enough)
+    # Where one of the changes may be enough, but was not tried, that is said.
+    perhaps = memfit.dryrun(script, ["oom"], device="1GiB", options=QUIET)
+    assert "none of these is sure to be enough alone" in str(perhaps)
 
 
 def test_suggestions_are_tried_on_the_script(script, monkeypatch, tmp_path, capfd):

@@ -78,7 +78,7 @@ def test_several_devices_give_a_table_and_a_list(script, capsys):
     assert code == 3
     rows = [re.split(r"  +", line.strip()) for line in written.out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["NVIDIA GeForce RTX 3090", "NVIDIA Tesla T4", "A CUDA device with 64 MiB"]
-    assert [row[-1] for row in rows] == ["yes, 99%", "yes, 99%", "no, 99%"]
+    assert [row[-2] for row in rows] == ["yes, 99%", "yes, 99%", "no, 99%"]
     code, written = run(capsys, f"{script}:job", "-d", "rtx-3090,t4", "--json")
     assert (code, [found["device"]["name"] for found in json.loads(written.out)]) == (0, ["rtx-3090", "t4"])
 

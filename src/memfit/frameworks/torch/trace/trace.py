@@ -97,6 +97,8 @@ class _Tracer:
         parameters = list(step.model.parameters())
         with ExitStack() as stack:
             stack.enter_context(ONE_AT_A_TIME)
+            # Whoever still holds the simulation must not hold the model with it.
+            stack.callback(setattr, self.simulation.operators, "on_run", None)
             stack.enter_context(undisturbed(compiles=self.compiles))
             # Wherever it is called from: this also switches gradients on.
             stack.enter_context(torch.inference_mode(False))

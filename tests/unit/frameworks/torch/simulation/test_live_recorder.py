@@ -182,9 +182,9 @@ class Interrupted:
         self.inner = LiveAllocator(AllocatorOptions(), capacity_bytes)
         self.happens = happens
 
-    def malloc(self, size_bytes):
+    def malloc(self, size_bytes, stream=0):
         self.happens()
-        return self.inner.malloc(size_bytes)
+        return self.inner.malloc(size_bytes, stream)
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
