@@ -46,9 +46,9 @@ browser: # A browser for the page tests, where one can be had
 bench: $(READY) ## Run every benchmark script
 	$(RUN) -m benchmarks.run_all
 
-soak: $(READY) browser ## All tests, slow ones too, with many more generated examples
-	$(SOAK) --part xla
-	$(SOAK) --part others
+soak: $(READY) browser ## What `make test` leaves out: slow tests, and generated examples by the thousand
+	$(SOAK) -m "slow or hypothesis" --part xla
+	$(SOAK) -m "slow or hypothesis" --part others
 
 docs: $(READY) ## Build the documentation site into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -214,7 +214,7 @@ def test_dryrun_fits_on_a_larger_device(tmp_path):
     shown, errors = dry_run("examples/dryrun/train.py", "--device", "rtx-3090", folder=tmp_path)
 
     assert "NVIDIA GeForce RTX 3090: ran 3 steps" in shown
-    assert re.search(r"of 23.7 GiB:\s+fits$", shown, re.MULTILINE)
+    assert re.search(r"of 23.7 GiB:\s+fits\s+\(99%\)$", shown, re.MULTILINE)
     # The script's own evaluation, checkpoint and training step have run.
     assert shown.index("step 0: accuracy") < shown.index("step 0: loss")
     assert "classifier.pt\n  They were not kept" in shown
