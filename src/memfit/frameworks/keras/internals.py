@@ -75,6 +75,31 @@ def tensor_of(variable: Any) -> Any:
     return NAMES.of(variable, "_value")
 
 
+def set_tensor(variable: Any, tensor: Any) -> None:
+    """Puts a tensor or variable of the backend, or none, into a variable of Keras as it is."""
+    variable._value = tensor
+
+
+def initialize(variable: Any, value: Any) -> None:
+    """Gives a variable without a value one, without TensorFlow's noting down that it is frozen, which is for good."""
+    trainable, variable._trainable = variable._trainable, True
+    try:
+        NAMES.of(variable, "_initialize")(value)
+    finally:
+        variable._trainable = trainable
+
+
+def tracked(layer: Any) -> dict[str, set[int]]:
+    """What a layer keeps under each name, by the numbers of the objects; the sets are its own."""
+    return NAMES.of(layer, "_tracker").stored_ids  # type: ignore[no-any-return]
+
+
+def track_variables(layer: Any) -> None:
+    """On torch, makes the variables of a layer PyTorch's parameters of it."""
+    if hasattr(layer, "_track_variables"):
+        layer._track_variables()
+
+
 def global_seed_generator() -> Any:
     """The seeds that layers without their own draw from; None where none has been drawn yet."""
     return _get_global("global_seed_generator")
@@ -118,9 +143,44 @@ def training_keyword(model: Any, training: bool) -> dict[str, bool]:
     return {"training": training} if NAMES.of(model, "_call_has_training_arg") else {}
 
 
-def symbolic_build(model: Any, batch: Any) -> None:
-    """Makes the variables of layers, metrics, loss and optimizer for a batch of symbols."""
-    NAMES.of(model, "_symbolic_build")(data_batch=batch)
+def symbolic_build(model: Any, **data: Any) -> None:
+    """Makes the variables of layers, metrics, loss and optimizer: for a `data_batch` of symbols, or an `iterator`."""
+    NAMES.of(model, "_symbolic_build")(**data)
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+    """Has the next `fit` begin with this epoch; None: with the one that it is told."""
+    model._initial_epoch = epoch
+
+
+# Of the iterator of a `fit`, what makes one pass, and TensorFlow's data; of a graph, what calls its layers.
+GET_ITERATOR, DISTRIBUTED_DATASET, RUN_THROUGH_GRAPH = "_get_iterator", "_distributed_dataset", "_run_through_graph"
+
+
+def count_steps(iterator: Any, num_steps: int) -> None:
+    """Has the iterator of a `fit` take so many steps for drawn."""
+    iterator._steps_seen = NAMES.of(iterator, "_steps_seen") + num_steps
+
+
+def arrays_of(adapter: Any) -> tuple[int, Any]:
+    """(number of samples, arrays) that Keras's adapter of arrays was given."""
+    return int(NAMES.of(adapter, "_num_samples")), NAMES.of(adapter, "_inputs")
+
+
+def holds_jax_state(model: Any) -> bool:
+    """Whether a `fit` on JAX holds the values of the variables, which are empty meanwhile."""
+    return not NAMES.of(model, "_jax_state_synced")
+
+
+def take_jax_state(model: Any) -> Any:
+    """The values of the variables by groups; those of the model are empty then."""
+    groups = ("trainable", "non_trainable", "optimizer", "metrics", "purge_model")
+    return NAMES.of(model, "_get_jax_state")(**{f"{name}_variables": True for name in groups})
+
+
+def give_jax_state(model: Any) -> None:
+    """Tells a `fit` on JAX that the variables have their values."""
+    model._jax_state_synced = True
 
 
 def leave_shardings(model: Any) -> None:
@@ -183,7 +243,7 @@ def graph_of(layer: Any) -> Any:
     """The Functional whose graph this layer runs: itself, or the one inside of a Sequential; None if there is none."""
     inner = getattr(layer, "_functional", None)
     graph = layer if inner is None else inner
-    return graph if hasattr(graph, "_run_through_graph") and hasattr(graph, "_nodes_by_depth") else None
+    return graph if hasattr(graph, RUN_THROUGH_GRAPH) and hasattr(graph, "_nodes_by_depth") else None
 
 
 def nodes_of(graph: Any) -> list[Any]:

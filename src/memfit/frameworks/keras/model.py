@@ -135,7 +135,7 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
     try:
         if optimizer is not None:
             optimizer.built = True
-            internals.symbolic_build(model, symbolic)
+            internals.symbolic_build(model, data_batch=symbolic)
         elif not all(layer.built for layer in internals.layers_of(model)):
             x = symbolic[0] if isinstance(symbolic, tuple) else symbolic
             internals.compute_output_spec(model, x, training=False)

@@ -80,7 +80,7 @@ class Step(SplitStep):
             return None if leaf is None else keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
 
         with tf.init_scope():
-            internals.symbolic_build(self.model, keras.tree.map_structure(symbolic, data))
+            internals.symbolic_build(self.model, data_batch=keras.tree.map_structure(symbolic, data))
 
     def _gradients(self, data: Any, num_samples: Any, size: Any, weights: Any) -> tuple[Any, Any, list[Any], Any]:
         """(loss, losses of outputs, gradients, what `compute_metrics` returned for the last part)."""

@@ -68,7 +68,7 @@ class BackendSteps(Steps):
 
     def values(self) -> dict[str, Any] | None:
         """The state that the fit in progress holds; None between epochs."""
-        if self.model._jax_state_synced or self._state is None:
+        if not internals.holds_jax_state(self.model) or self._state is None:
             return None
         return dict(zip(variables.GROUPS, self._state, strict=True))
 
@@ -76,18 +76,17 @@ class BackendSteps(Steps):
         """Gives the variables, which are empty within an epoch, the values of the state."""
         for group, values in zip(variables.grouped(self.model).values(), self._state or (), strict=False):
             for variable, value in zip(group, values, strict=True):
-                variable._value = value
+                internals.set_tensor(variable, value)
 
     def load(self) -> None:
         """Takes the state from the variables, and empties them, as Keras does at the beginning of an epoch."""
-        groups = ("trainable", "non_trainable", "optimizer", "metrics", "purge_model")
-        self._state = self.model._get_jax_state(**{f"{name}_variables": True for name in groups})
+        self._state = internals.take_jax_state(self.model)
 
     def give_back(self) -> None:
         """Keras does so only with what a whole step has left."""
         if self.values() is not None and not self._is_gone:
             self.fill()
-            self.model._jax_state_synced = True
+            internals.give_jax_state(self.model)
 
     @property
     def _is_gone(self) -> bool:

@@ -35,6 +35,7 @@ from memfit.core.state_tree import Decoder, Encoder
 from memfit.core.tensor_file import TensorFile, array_entry
 from memfit.core.typed_data import Count, mismatch
 from memfit.core.units import format_size
+from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import FittedModel, check_split, with_statistics
 from memfit.frameworks.keras.apply.units import units
 from memfit.frameworks.keras.guard import variables
@@ -366,12 +367,12 @@ class KerasLoop(GuardedLoop):
             raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {error!r}") from error
         if not variables.is_built(self.model) and self._iterator is not None and not self.data.is_generator:
             # A batch can be looked at without being lost.
-            self.model._symbolic_build(iterator=self._iterator)
+            internals.symbolic_build(self.model, iterator=self._iterator)
             self._iterator.reset()
         self._resumed, self._epoch = resumed, int(resumed.progress["epoch"])
         if self._num_epochs is not None:
             # Keras begins with this epoch, as after its own BackupAndRestore.
-            self.model._initial_epoch = max(self._num_epochs, self._epoch) if self._is_over else self._epoch
+            internals.begin_at(self.model, max(self._num_epochs, self._epoch) if self._is_over else self._epoch)
         if variables.is_built(self.model):
             self._load_variables(resumed, in_epoch=False)
         elif self._is_over:
@@ -433,7 +434,7 @@ class KerasLoop(GuardedLoop):
     def _build(self, batch: Any) -> None:
         if not self._is_built:
             if not variables.is_built(self.model):
-                self.model._symbolic_build(data_batch=batch)
+                internals.symbolic_build(self.model, data_batch=batch)
             self._is_built = True
 
     def _load_variables(self, resumed: "Resumed", *, in_epoch: bool) -> None:
@@ -470,7 +471,7 @@ class KerasLoop(GuardedLoop):
         self._steps.remove()
         self._fitted.undo()
         self.data.close()
-        self.model._initial_epoch = None
+        internals.begin_at(self.model, None)
 
 
 class _Position(TypedDict):

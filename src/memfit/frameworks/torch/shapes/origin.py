@@ -116,7 +116,7 @@ class OriginTracker:
         node = internals.current_autograd_node()
         if node is None or torch.is_grad_enabled():
             return None
-        return self._by_sequence.get(node._sequence_nr(), _NOWHERE)
+        return self._by_sequence.get(internals.number_of(node), _NOWHERE)
 
     def remember(self) -> None:
         """Notes what runs now under the sequence number of the autograd node that is being made for it."""

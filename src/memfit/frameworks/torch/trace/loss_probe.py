@@ -23,6 +23,7 @@ import torch
 
 from memfit.core.device import Origin
 from memfit.core.settings import Weighting
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.micro_batches import tensor_at
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
@@ -150,7 +151,7 @@ def _switch_batch_effects_off(model: torch.nn.Module) -> None:
     Attributes of the modules are set here and put back by `untouched`.
     """
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, internals.BatchNorm):
             module.training = False
             # Statistics as they begin, 0 and 1, let the outputs of deep models be all alike.
             if module.running_mean is None or not module.num_batches_tracked:
