@@ -34,7 +34,7 @@ use_reports()
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What is rarely asked of a plan.
+    """Options of a plan that are rarely needed.
 
     Args:
         effective_batch: samples of one update, where that isn't the size of the batch.

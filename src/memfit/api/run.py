@@ -32,7 +32,7 @@ def run(
     """Runs a script, unmodified, in a process of its own, and starts it again when memory runs out.
 
     Its input and output are ours. Under the container's limit, or the budget, a request that goes too far fails with
-    an exception instead of a kill; where the kernel kills all the same, that is noticed and explained. The next
+    an exception instead of a kill; a kill by the kernel is noticed and explained. The next
     attempt goes on from the last checkpoint and is told to use less; no two attempts are told the same. A script that
     fails for another reason isn't started again.
 

@@ -69,7 +69,7 @@ def fill_standard_streams() -> None:
 
 
 def is_of_output(error: OSError) -> bool:
-    """Whether it is standard output that failed: its reader went away, or the disk that it leads to is full."""
+    """True if standard output failed: its reader went away, or the disk that it is redirected to is full."""
     if isinstance(error, BrokenPipeError):
         return True
     try:

@@ -179,7 +179,7 @@ class GuardedLoop(Protocol):
         return True
 
     def is_at(self, mark: Any) -> bool:
-        """Whether it is still there, so that a checkpoint of that update can be written."""
+        """True while the loop is still at `mark`, so that a checkpoint of that update can be written."""
         return True
 
     @property
@@ -196,7 +196,7 @@ class GuardedLoop(Protocol):
         raise BadInput(f"there are no checkpoints of {self.model_name}.")
 
     def resumed(self, directory: Path) -> Sequence[str]:
-        """What to say after `read_state`."""
+        """Messages to log after `read_state`."""
         return ()
 
     def close(self) -> None:

@@ -300,7 +300,7 @@ class Request:
     layers: tuple[str, ...] = ()
 
     def after(self, seen: Seen, loader_ordinal: int | None) -> "Request":
-        """The same question, knowing what a first run has seen of the script's batches."""
+        """The request of a later run, with what the first run has seen of the script's batches."""
         return replace(self, loader_ordinal=loader_ordinal, batch_lines=seen.batch_lines, batch_size=seen.batch_size)
 
     @property

@@ -174,7 +174,7 @@ class Estimate(Shown):
         return f"of {self.subject}: {format_size(self.peak_bytes)} on {self.device.name}, {verdict}"
 
     def at_batch(self, batch_size: int) -> "Estimate":
-        """The same step at another batch size, without running it again where the traces at hand allow it."""
+        """The estimate at another batch size; the step is traced again only where the known traces don't suffice."""
         if self.rescale is None:
             raise BadInput(
                 "this estimate can't be moved to another batch size: its batch has no common first dimension, or it "

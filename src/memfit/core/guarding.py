@@ -16,7 +16,7 @@ NEVER = 2**62  # more steps than any run has
 
 @dataclass(frozen=True, slots=True)
 class GuardOptions:
-    """What a guard is rarely told.
+    """Options of a guard that are rarely needed.
 
     Args:
         scaler: a `torch.amp.GradScaler`, where the loss runs under float16 autocast.

@@ -60,7 +60,7 @@ def read_sizes(text: str) -> Sizes:
 
 
 def _read_mps_sizes(text: str) -> Sizes:
-    """As Apple's devices say it: what is used, and what may be."""
+    """Sizes in a message of Apple's MPS backend: requested, free and total bytes."""
     used = _MPS.search(text)
     if used is None:
         return read_sizes(text)
@@ -69,7 +69,7 @@ def _read_mps_sizes(text: str) -> Sizes:
 
 
 def _read_tensor_size(text: str) -> Sizes:
-    """As TensorFlow says it: the shape of a tensor, or a number of bytes."""
+    """Requested bytes in a message of TensorFlow, which gives a tensor's shape or a number of bytes."""
     shape = _SHAPE.search(text)
     if shape is None:
         return read_sizes(text)

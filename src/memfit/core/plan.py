@@ -64,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A move that was not considered, and why; `allowed_by` is the word in `allow` that lets it in all the same."""
+    """A move that was not considered, and why; `allowed_by` is the word in `allow` that permits it."""
 
     name: str
     reason: str

@@ -150,7 +150,7 @@ class Driver:
         return self.run(batch)
 
     def run(self, batch: Any) -> list[OutOfMemory]:
-        """The same without what comes before the first step."""
+        """As `step`, without the preparations for the first step."""
         loop = self.loop
         size = BatchSize(None) if self._attempts is None else loop.size_of(batch)
         self._check_splitting(size)
@@ -356,7 +356,7 @@ class Driver:
             self.save()
 
     def save_last_alone(self) -> None:
-        """The same where no other process would have to take part, which may not come by here."""
+        """As `save_last`, for a run of one process: other ranks, which would have to take part, may not come by here."""
         if self.loop.ranks.num_ranks == 1:
             self.save_last()
 

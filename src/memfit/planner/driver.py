@@ -119,7 +119,7 @@ class Question:
 
     @property
     def budget_bytes(self) -> int:
-        """What the step may take."""
+        """Bytes that the step may use."""
         assert self.target.usable_bytes is not None
         return self.target.usable_bytes
 

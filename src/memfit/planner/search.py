@@ -35,7 +35,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What may be chosen.
+    """The choices that a search combines.
 
     Args:
         variants: ways to compute the forward pass, the step as it is first.

@@ -37,7 +37,7 @@ _NUM_SIZES = 3
 
 
 class Kind(StrEnum):
-    """What is different."""
+    """Kinds of differences between a snapshot and a simulation."""
 
     MISSING = "missing"  # the device was asked for it, the simulation was not
     INVENTED = "invented"  # the simulation was asked for it, the device was not

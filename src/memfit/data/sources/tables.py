@@ -46,7 +46,7 @@ class UnusableColumns(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table, as the file has it.
+    """A column of a table as stored in the file.
 
     Attributes:
         dtype: of its numbers; None where they aren't numbers.

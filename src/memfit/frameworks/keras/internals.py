@@ -34,7 +34,7 @@ class Surroundings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """As at the time when this was made, on any thread."""
+        """Restores Keras's call context and autocast scope of the time when this object was made, on any thread."""
         before = {name: _get_global(name) for name in (_CALL, _AUTOCAST)}
         # A copy: layers write into it, and what they write is not for later calls.
         _set_global(_CALL, copy.copy(self._call))

@@ -438,12 +438,12 @@ class TorchRandomness:
 
 
 def is_stream(value: Any) -> bool:
-    """Whether it is a stream of arrays, of which a `StreamLoader` can be made."""
+    """True for a stream of arrays, of which a `StreamLoader` can be made."""
     return all(hasattr(value, name) for name in ("part", "working", "split", "state_after", "load_state_dict"))
 
 
 def is_over_stream(loader: Any) -> bool:
-    """Whether it is a DataLoader that a user made over a `TorchStream`."""
+    """True for a DataLoader that a user made over a `TorchStream`."""
     is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     return is_plain and loader.batch_size is None and isinstance(loader.dataset, TorchStream)
 

@@ -39,7 +39,7 @@ _GROUPS = re.compile(r"feature_group_count=(\d+)")
 
 
 class Scratch(NamedTuple):
-    """What one kernel takes."""
+    """Scratch memory of one kernel."""
 
     time: int  # of its instruction in the program's order
     end: int  # of the next kernel that takes memory

@@ -21,7 +21,7 @@ _NUM_REFUSED = 8
 
 
 def headline(plan: Plan) -> str:
-    """What was planned."""
+    """The first line: job, device, memory before and after."""
     batch = UNKNOWN if plan.batch_size is None else str(plan.batch_size)
     several = f"{plan.settings.num_devices} x " if plan.settings.num_devices > 1 else ""
     target = several + figures.device_title(plan.device)

@@ -123,7 +123,7 @@ class JaxLoop(GuardedLoop):
         return Fallbacks(grow_after=NEVER)
 
     def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
-        """What ran out and what to do."""
+        """The message for a step that can't fit: what ran out, and what to do."""
         return (
             f"memory ran out with a single sample at a time: {self._said} Parameters and state are as they were "
             "before the step. Mark blocks with memfit.jax.block and plan with recomputation, or use a smaller model."

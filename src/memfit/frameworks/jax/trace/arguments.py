@@ -38,7 +38,7 @@ class Leaf:
 
     @property
     def module(self) -> str:
-        """Dotted path of the module that has it."""
+        """Dotted path of the module that the array belongs to."""
         names = list(self.path[:-1])
         if self.path and self.path[-1] == "value" and names:
             # flax.nnx wraps each array in a variable.
@@ -53,7 +53,7 @@ class Leaf:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array or the shape of one."""
+    """True for an array, and for the shape and dtype of one."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
 
 

@@ -71,7 +71,7 @@ _RESULTS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.TEMPORARY)
 
 
 def name_of(step: Any) -> str:
-    """What to call a step."""
+    """The name of a step in reports."""
     inner = getattr(step, "__wrapped__", None) or getattr(step, "fn", None) or getattr(step, "func", None) or step
     return str(getattr(inner, "__name__", type(step).__name__))
 

@@ -136,7 +136,7 @@ class BatchLoss:
 
 
 def is_elementwise(loss: Any) -> bool:
-    """Whether it is a loss of Keras's own that is computed for each sample by itself."""
+    """True for a loss of Keras that is computed for each sample by itself."""
     function = getattr(loss, "fn", None)
     named = loss if function is None or type(loss).__name__ != "LossFunctionWrapper" else function
     kind = named if named is function else type(loss)

@@ -501,7 +501,7 @@ class _Progress(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a checkpoint says."""
+    """The content of a checkpoint that is being resumed from."""
 
     directory: Path
     progress: dict[str, Any]

@@ -86,7 +86,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _can_adapt(module: torch.nn.Module) -> bool:
-    """Whether it is a linear layer, or that of GPT-2 in transformers, whose weight is transposed."""
+    """True for a linear layer, and for the `Conv1D` of GPT-2 in transformers, whose weight is transposed."""
     kind = type(module)
     return _is_linear(module) or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 

@@ -135,7 +135,7 @@ class CudaDevices:
             raise error(f"CUDA error: invalid device ordinal\n{self._hint(index)}")
 
     def properties(self, index: int) -> DeviceProperties:
-        """What one device can do."""
+        """Properties of one device, as `torch.cuda.get_device_properties` gives them."""
         if not self._is_there(index):
             raise AssertionError(f"Invalid device id. {self._hint(index)}")
         return DeviceProperties(self.device, index)

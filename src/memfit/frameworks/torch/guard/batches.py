@@ -54,7 +54,7 @@ class _Begin(TypedDict):
 
 
 class _States(TypedDict):
-    """What its order was drawn from."""
+    """Random states from which the order of the data was drawn."""
 
     random: "_Random"
     own: dict[str, Any]

@@ -208,7 +208,7 @@ class ExchangingRanks(Ranks):
         """Called before each such pass; afterwards the model is in the same state before all of them."""
 
     def reset(self) -> None:
-        """The same after a pass that failed."""
+        """Makes ready for the next pass after one that failed."""
 
     def run_collective(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """Runs passes, of which one process may fail without leaving the others waiting.

@@ -99,7 +99,7 @@ class Buffers:
 
     @property
     def size_bytes(self) -> int:
-        """What the copies take."""
+        """Bytes of the copies."""
         return sum(copy.numel() * copy.element_size() for _, copy in self._copies.values())
 
     def restore(self) -> None:
@@ -216,7 +216,7 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """What the copies take."""
+        """Bytes of the copies."""
         return sum(self._known[module][0].size_bytes for module in self._begun)
 
     def restore(self) -> None:

@@ -39,7 +39,7 @@ def flash_backward(args: Arguments, out: Any) -> list[int]:
 
 
 def flash_packed_backward(args: Arguments, out: Any) -> list[int]:
-    """The same for packed sequences, each of which is padded by itself (flash_api.cpp, mha_varlen_bwd)."""
+    """As `flash_backward`, for packed sequences, each of which is padded by itself (flash_api.cpp, mha_varlen_bwd)."""
     query, key, boundaries = args[1], args[2], args[6]
     if query.dim() == 4 or boundaries is None:
         return []

@@ -154,7 +154,7 @@ class Shelf:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is nothing but a storage and a layout."""
+    """True for a tensor that is nothing but a storage and a layout."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
