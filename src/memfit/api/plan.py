@@ -41,12 +41,14 @@ class PlanOptions:
         measure: whether to time short real steps when the device is the one in hand; None: if it can be done.
         seconds: about how long to look for a faster plan once one fits, and to time real steps; None: until nothing
             better is in sight, and up to 20 s of timing plans against each other.
+        script_steps: optimizer steps after which a script is ended.
         quiet_output: send what a script prints to standard error.
     """
 
     effective_batch: int | None = None
     measure: bool | None = None
     seconds: float | None = None
+    script_steps: int = 3
     quiet_output: bool = False
 
 

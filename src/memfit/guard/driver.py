@@ -356,7 +356,7 @@ class Driver:
             self.save()
 
     def save_last_alone(self) -> None:
-        """As `save_last`, for a run of one process: other ranks, which would have to take part, may not come by here."""
+        """As `save_last`, for a run of one process: other ranks would have to take part, and may not come by here."""
         if self.loop.ranks.num_ranks == 1:
             self.save_last()
 
