@@ -1,4 +1,4 @@
-"""What is used of TensorFlow beyond its public interface; seen in 2.18 to 2.20.
+"""What is used of TensorFlow beyond its public interface; seen in 2.18 to 2.21.
 
 Without the graph optimizer and the compiler's text no step can be traced, without the rest only some can't.
 """
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from memfit.core.private_names import PrivateNames
 
-NAMES = PrivateNames("tensorflow", "2.18 to 2.20")
+NAMES = PrivateNames("tensorflow", "2.18 to 2.21")
 
 
 def op_definition(name: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 from memfit.core.errors import MissingDependency
 from memfit.core.private_names import PrivateNames
 
-NAMES = PrivateNames("torch", "2.6 to 2.13")
+NAMES = PrivateNames("torch", "2.6 to 2.15")
 
 try:
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
