@@ -95,7 +95,7 @@ def max_batch(
                 "the batch's tensors share no first dimension, so it can't be made larger or smaller. "
                 "Give tensors whose first dimension is the batch."
             )
-        return _Search(start, _NEIGHBOURS if estimator.scales else _FEW_NEIGHBOURS).run(sizes)
+        return _BatchSearch(start, _NEIGHBOURS if estimator.scales else _FEW_NEIGHBOURS).run(sizes)
 
 
 def _checked(candidates: list[int]) -> list[int]:
@@ -108,7 +108,7 @@ def _checked(candidates: list[int]) -> list[int]:
     return sizes
 
 
-class _Search:
+class _BatchSearch:
     """Looks for the largest batch that surely fits and the largest that fits, on the scaled timelines."""
 
     def __init__(self, start: Estimate, neighbours: Sequence[int] = _FEW_NEIGHBOURS) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from memfit.core.device import Device
 from memfit.core.errors import BadInput
-from memfit.core.guarding import BatchSize, Blame, Fallbacks, OutOfMemory, Splitting
+from memfit.core.guarding import BatchSize, Blame, Fallbacks, MemoryFailure, Splitting
 from memfit.core.job import Job
 from memfit.core.plan import Plan
 from memfit.core.profile import Measurement, Profile
@@ -120,7 +120,7 @@ class GuardedLoop(Protocol):
     def fallbacks(self) -> Fallbacks:
         """What can be tried where memory runs out."""
 
-    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> MemoryFailure | None:
         """Runs the step in work once; what ran out.
 
         Args:
@@ -151,7 +151,7 @@ class GuardedLoop(Protocol):
         """What differs from the step with the whole batch at once, or ""."""
         return ""
 
-    def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
+    def explain(self, failure: MemoryFailure, settings: Settings, why_whole: str) -> str:
         """What was tried, what would be needed and what to do, where nothing is left to try."""
 
     # Plans and findings.

@@ -30,7 +30,7 @@ from memfit.core.spread import spreads_of
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import format_size
 from memfit.planner import moves, timeline_moves
-from memfit.planner.candidate import Candidate, Search, front_of
+from memfit.planner.candidate import Candidate, CandidateSearch, front_of
 from memfit.planner.driver import NotProven, Patience, Question
 from memfit.planner.moves import (
     AUTOCAST,
@@ -324,7 +324,7 @@ class ScriptMemory:
         )
 
 
-class ScriptSearch(Search):
+class ScriptSearch(CandidateSearch):
     """The candidates for a script, of whose first run `seen` tells; a proof says how far off computed peaks are."""
 
     computes_peaks = True

@@ -186,7 +186,7 @@ def give_jax_state(model: Any) -> None:
 def leave_shardings(model: Any) -> None:
     """Has a step on JAX leave its results where they are; before 3.7 it puts them where `fit` has noted down.
 
-    Call it where the model is kept `untouched`.
+    Call it inside of `restoring`, which puts the model back.
     """
 
     def enforce(

@@ -115,7 +115,7 @@ def lower(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         if nnx is not None and not _is_equinox(step) and any(_is_nnx(argument) for argument in arguments):
             lowered = nnx.jit(step).lower(*arguments)
             return getattr(lowered, "lowered", lowered)
-        return _from_outside(step, arguments)
+        return _lowered_as_function(step, arguments)
 
 
 def check_leaks(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -144,7 +144,7 @@ def check_leaks(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
             raise StepFailed(f"the step {name_of(step)} keeps an array that it computed. {_LEAKED}")
 
 
-def _from_outside(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _lowered_as_function(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     run, arrays = _on_arrays(step, arguments)
     first = sum(map(is_array, jax.tree.leaves(arguments[0]))) if arguments else 0
     donated = [

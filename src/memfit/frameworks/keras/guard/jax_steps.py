@@ -11,7 +11,7 @@ import jax
 import keras
 
 from memfit.core.guarding import BrokenUpdate
-from memfit.frameworks.jax.guard.memory_request import Room
+from memfit.frameworks.jax.guard.memory_request import MemoryRequest
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.steps import Each, Steps
@@ -25,7 +25,7 @@ class BackendSteps(Steps):
         self._state: Any = None
         self._last: Any = None
         self._jitted: Any = None
-        self._room: Room | None = None
+        self._room: MemoryRequest | None = None
 
     def over(self, *arguments: Any) -> Any:
         """The state and an iterator; as many batches as there are steps in an execution."""
@@ -39,7 +39,7 @@ class BackendSteps(Steps):
             logs, self._state = self._function(self._state, iter([batch]))
         else:
             if self._room is None:
-                self._room = Room(step)
+                self._room = MemoryRequest(step)
             self._room.ask((self._state, batch), self.settle)
             logs, self._state = step(self._state, batch)
         self._last = logs

@@ -24,7 +24,7 @@ from memfit.core.guarding import (
     CannotFit,
     Fallbacks,
     GuardOptions,
-    OutOfMemory,
+    MemoryFailure,
     Splitting,
 )
 from memfit.core.oom import caught
@@ -143,7 +143,7 @@ class KerasLoop(GuardedLoop):
         """Whether the batch that was passed over was the last such one."""
         return self._batch == self._skip
 
-    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> MemoryFailure | None:
         """Trains on the batch once, by these settings."""
         self._has_begun, self.happened = False, None
 
@@ -293,7 +293,7 @@ class KerasLoop(GuardedLoop):
         with self.filled():
             return make_plan(self.model, batch=self.batch, device=device, budget=budget_bytes, allow=allow).settings
 
-    def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
+    def explain(self, failure: MemoryFailure, settings: Settings, why_whole: str) -> str:
         """What was tried, what the model's state takes, what to do."""
         tried = f"micro-batches of {settings.micro_batch_size}" if settings.micro_batch_size else "whole batches"
         if settings.checkpoint:
