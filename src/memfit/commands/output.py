@@ -148,6 +148,14 @@ def print_report(report: Report, *, stderr: bool = False) -> None:
     show(render_report(report), stderr=stderr)
 
 
+def print_result(result: Any, report: Callable[[Any], Report], *, as_json: bool) -> None:
+    """Writes a result as JSON or as its report."""
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_report(report(result))
+
+
 def show(renderable: "RenderableType", *, stderr: bool = False) -> None:
     """Writes what `memfit.reports.terminal` has drawn."""
     from memfit.reports.terminal import SafeConsole

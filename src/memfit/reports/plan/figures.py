@@ -175,12 +175,12 @@ def point_origin(point: Point) -> str:
     return (Origin.SIMULATED if point.verified else Origin.ASSUMED).value
 
 
-def few_points(plan: Plan, most: int = NUM_POINTS) -> list[Point]:
+def few_points(plan: Plan) -> list[Point]:
     """Points of the front that show its shape: the ends, the plan itself, and some between."""
     front = list(plan.front)
-    if len(front) <= most:
+    if len(front) <= NUM_POINTS:
         return front
-    wanted = {round(index * (len(front) - 1) / (most - 2)) for index in range(most - 1)}
+    wanted = {round(index * (len(front) - 1) / (NUM_POINTS - 2)) for index in range(NUM_POINTS - 1)}
     return [point for index, point in enumerate(front) if index in wanted or is_chosen(point, plan)]
 
 

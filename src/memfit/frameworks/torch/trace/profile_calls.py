@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from memfit.core.timeline import Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.origin import OriginTracker
+from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import Behaviour, Operator, behaviour, tensors
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
@@ -236,13 +237,12 @@ class CallWatch:
                 return plain(self, *args, **kwargs)
             return watch._call(plain, self, args, kwargs)
 
-        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
         self.recorder.on_enter, self.operators.on_run = self._entered, self._ran
+        saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if hooks else nullcontext()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if hooks else nullcontext():
+            with replaced([Replacement(torch.nn.Module, "__call__", call)]), saving:
                 yield
         finally:
-            torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
             self.recorder.on_enter = self.operators.on_run = None
 
     def begin(self) -> None:
