@@ -336,21 +336,11 @@ class Estimate(Shown):
     def from_json(cls, data: Any) -> "Estimate":
         """The estimate that `to_json` wrote, from its structure or its text."""
         with reading(data, "estimate", "an estimate") as plain:
-            estimate = made_of(
-                cls, {**_with_spreads(plain), "host": {"parts": plain["host"]}, "rescale": None, "vary": None}
-            )
+            given = {**plain, "host": {"parts": plain["host"]}, "rescale": None, "vary": None}
+            estimate = made_of(cls, given)
             # The timeline, which may be long, has been looked at.
             checked(replace(estimate, timeline=Timeline((), 0)), "an estimate")
             return estimate
-
-
-def _with_spreads(plain: dict[str, Any]) -> dict[str, Any]:
-    """A file's fields; where it was written before there were spreads, made of the two bounds that it has instead."""
-    if "certain_bytes" in plain or "lower_bytes" not in plain:
-        return plain
-    least, peak, most = (int(plain[name]) for name in ("lower_bytes", "peak_bytes", "upper_bytes"))
-    spread = Spread("bounds", max(0, peak - least), max(0, most - peak), "the file, of an earlier version")
-    return {**plain, "certain_bytes": least, "tight_bytes": least, "spreads": [asdict(spread)]}
 
 
 def _source_of(timeline: Timeline) -> Callable[[Block], str]:

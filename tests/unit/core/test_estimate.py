@@ -194,20 +194,6 @@ def test_layers_stand_for_lines_where_no_block_has_one():
     assert named("train.py:3") == {"(framework)": 8, "train.py:3": 4}
 
 
-def test_a_file_with_two_bounds_is_still_read():
-    # GIVEN what versions without spreads wrote
-    estimate = make_estimate()
-    data = estimate.to_json()
-    for name in ("certain_bytes", "tight_bytes", "spreads", "interval_bytes", "fit_probability"):
-        del data[name]
-    data |= {"lower_bytes": estimate.peak_bytes - 500, "upper_bytes": estimate.peak_bytes + 300}
-
-    # THEN its bounds are the interval
-    back = Estimate.from_json(data)
-    assert back.interval_bytes == (estimate.peak_bytes - 500, estimate.peak_bytes + 300)
-    assert back.certain_bytes == back.tight_bytes == estimate.peak_bytes - 500
-
-
 def test_what_is_given_back_does_not_decide():
     # GIVEN a device that has what is allocated and 2.5% more, but not what cuDNN may take on top
     estimate = make_estimate()
