@@ -332,7 +332,7 @@ def key_of(parts: Iterable[object]) -> str:
 class Ceilings:
     """The findings of earlier runs, in a small JSON file in a folder; without one nothing is kept.
 
-    It only ever saves time: whatever is wrong with the file, it counts as empty.
+    Its only use is to save time, so a file that can't be read counts as empty.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:

@@ -83,7 +83,7 @@ def most_asked_bytes(scratch: Sequence[Scratch]) -> int:
 
 
 def spread_of(total_bytes: int, scratch: Sequence[Scratch]) -> tuple[float, float]:
-    """Least and greatest peak as multiples of the expected one: without scratch memory, or with twice as much."""
+    """Least and greatest peak as multiples of the expected one: without scratch memory, and with twice as much."""
     share = most_bytes(scratch) / max(1, total_bytes)
     return min(1 - share, 1 - _LEAST_SPREAD), max(1 + share, 1 + _LEAST_SPREAD)
 

@@ -60,7 +60,7 @@ class Step(SplitStep):
         return self.logs(last)
 
     def _all_gradients(self, data: Any, num_samples: Any, size: Any) -> tuple[Any, Any, list[Any], Any]:
-        """As `_gradients`, which only knows what it must prepare for once its loop has been written down."""
+        """Gradients by `_gradients`, which knows only after its loop has been traced what it must prepare."""
         given = data, num_samples, size
         try:
             gradients: tuple[Any, Any, list[Any], Any] = self.weighed(

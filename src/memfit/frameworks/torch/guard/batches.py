@@ -61,7 +61,7 @@ class _States(TypedDict):
 
 
 class _Random(TypedDict):
-    """As `RandomState.to_tree` makes it."""
+    """A state of random generators, as `RandomState.to_tree` makes it."""
 
     python: Any
     torch_cpu: Any

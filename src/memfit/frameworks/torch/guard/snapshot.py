@@ -156,7 +156,7 @@ class Buffers:
 class Attributes:
     """Plain attributes of a model's modules: the hidden state of the last batch, a counter, a list of losses.
 
-    Values are kept by reference and containers by what they hold, so that this takes no memory to speak of. PyTorch's
+    Values are kept by reference and containers by shallow copies, which take hardly any memory. PyTorch's
     own modules have none that a pass changes.
     """
 

@@ -319,7 +319,7 @@ class Selections:
         return parts
 
     def _of_mask(self, mask: torch.Tensor) -> _Parts:
-        """As `_of`, for a mask whose values may be known as well."""
+        """What is known of a mask, as by `_of`, or from its values where these are known."""
         known = self._values.of(mask)
         return self._of(mask) if known is None else (_Part(int(known.count_nonzero())),)
 

@@ -117,7 +117,7 @@ class Rescue:
         self._pop_hooks()
 
     def close(self) -> None:
-        """Ends the rescue; activations that wait come back when they are needed all the same."""
+        """Ends the rescue; activations that wait still come back when they are needed."""
         self.disarm()
         torch.autograd.graph.disable_saved_tensors_hooks = self._disable_hooks
         self._handle.remove()
