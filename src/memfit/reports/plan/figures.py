@@ -6,7 +6,6 @@ As for a dry run: a verdict, a few lines below it, and parts. Text, terminal and
 from importlib import import_module
 
 from memfit.core.device import Origin
-from memfit.core.estimate import Note
 from memfit.core.plan import Plan, PlannedMove, Point, Seconds, actions
 from memfit.core.settings import Keeps
 from memfit.core.units import format_seconds as format_seconds
@@ -14,7 +13,7 @@ from memfit.core.units import format_size
 from memfit.planner.moves import DROPOUT
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import UNKNOWN, printable
-from memfit.reports.parts import HARMLESS, KEEPS, Grid, Line, Part, Report, note_line, sum_up
+from memfit.reports.parts import KEEPS, Grid, Line, Part, Report, note_line, shown_notes
 
 NUM_POINTS = 6
 _NUM_REFUSED = 8
@@ -139,7 +138,7 @@ def parts(plan: Plan) -> list[Part]:
         ),
         Part("Memory against time: the best plans known", grid=Grid(("", ">peak", ">time", "moves"), tuple(front))),
         Part("Not considered", lines=tuple(refusal_lines(plan, _NUM_REFUSED))),
-        Part("Notes", lines=tuple(map(note_line, notes(plan)))),
+        Part("Notes", lines=tuple(map(note_line, shown_notes(plan.notes)))),
     ]
     return [part for part in shown if part.holds_something]
 
@@ -182,13 +181,6 @@ def few_points(plan: Plan) -> list[Point]:
         return front
     wanted = {round(index * (len(front) - 1) / (NUM_POINTS - 2)) for index in range(NUM_POINTS - 1)}
     return [point for index, point in enumerate(front) if index in wanted or is_chosen(point, plan)]
-
-
-def notes(plan: Plan) -> list[Note]:
-    """The notes, with those on values that were read from the device in one."""
-    found = [note for note in plan.notes if note.code != HARMLESS]
-    summed_up = sum_up(plan.notes)
-    return [*found, Note(HARMLESS, summed_up)] if summed_up else found
 
 
 def refusal_lines(plan: Plan, most: int) -> list[str]:
