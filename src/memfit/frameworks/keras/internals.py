@@ -15,13 +15,20 @@ from memfit.core.private_names import PrivateNames
 
 NAMES = PrivateNames("keras", "3.5 to 3.15")
 
+# Name here: path in Keras. `Variable` is the class of all variables; `keras.Variable` is a subclass of it before 3.6.
+_PATHS = {
+    "apply_mask": "keras.src.losses.loss:apply_mask",
+    "base_optimizer": "keras.src.optimizers.base_optimizer",
+    "compute_output_spec": "keras.src.backend:compute_output_spec",
+    "make_variables": "keras.src.backend.common.variables:initialize_all_variables",
+    "model_supports_jit": "keras.src.trainers.trainer:model_supports_jit",
+    "torch_dtype": "keras.src.backend.torch.core:to_torch_dtype",
+    "Tracker": "keras.src.utils.tracking:Tracker",
+    "Variable": "keras.src.backend:Variable",
+}
+__getattr__ = NAMES.table(_PATHS, globals())
 _get_global = NAMES.find("keras.src.backend.common.global_state:get_global_attribute")
 _set_global = NAMES.find("keras.src.backend.common.global_state:set_global_attribute")
-Tracker = NAMES.find("keras.src.utils.tracking:Tracker")
-"""What an object of Keras has been given."""
-Variable = NAMES.find("keras.src.backend:Variable")
-"""The class of all variables; `keras.Variable` is a subclass of it before 3.6."""
-
 _CALL, _AUTOCAST = "current_call_ctx", "autocast_scope"
 
 
@@ -103,11 +110,6 @@ def track_variables(layer: Any) -> None:
 def global_seed_generator() -> Any:
     """The seeds that layers without their own draw from; None where none has been drawn yet."""
     return _get_global("global_seed_generator")
-
-
-def make_variables() -> None:
-    """Gives variables that were made in a stateless scope their first values."""
-    NAMES.find("keras.src.backend.common.variables:initialize_all_variables")()
 
 
 def forget_new_variables() -> None:
@@ -223,11 +225,6 @@ def layers_as_scopes(scope: Callable[[str], AbstractContextManager[Any]]) -> Ite
         keras.layers.Layer._open_name_scope = plain
 
 
-def compute_output_spec(layer: Any, *arguments: Any, **named: Any) -> Any:
-    """What a layer makes of symbols; nothing is run."""
-    return NAMES.find("keras.src.backend:compute_output_spec")(layer, *arguments, **named)
-
-
 def collects_losses() -> bool:
     """Whether losses that layers add are wanted by those who call."""
     scope = NAMES.find("keras.src.backend:get_stateless_scope", "keras.src.backend.common:get_stateless_scope")()
@@ -291,11 +288,6 @@ def weight_of(layer: Any) -> Any:
 
 
 # Losses and optimizers.
-
-
-def base_optimizer() -> Any:
-    """The module whose class all optimizers of Keras have."""
-    return NAMES.find("keras.src.optimizers.base_optimizer")
 
 
 def updated_by(optimizer: Any) -> list[Any]:
@@ -368,18 +360,3 @@ def losses_given(model: Any, losses: list[Any]) -> Iterator[None]:
         yield
     finally:
         model._losses_override = before
-
-
-def merged_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
-    """Sample weights and a mask as one."""
-    return NAMES.find("keras.src.losses.loss:apply_mask")(sample_weight, mask, dtype=dtype, reduction=reduction)
-
-
-def supports_jit(model: Any) -> bool:
-    """Whether Keras would have XLA compile the step of a model."""
-    return bool(NAMES.find("keras.src.trainers.trainer:model_supports_jit")(model))
-
-
-def torch_dtype(name: str) -> Any:
-    """PyTorch's name of a dtype."""
-    return NAMES.find("keras.src.backend.torch.core:to_torch_dtype")(name)

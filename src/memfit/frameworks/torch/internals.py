@@ -95,6 +95,7 @@ _PATHS = {
     "num_dispatch_modes": "torch._C._len_torch_dispatch_stack",
     "num_function_modes": "torch._C._len_torch_function_stack",
     "operators_module": "torch._ops",
+    "parallel_functions": "torch.nn.parallel._functions",
     "parse_to": "torch._C._nn._parse_to",
     "pop_dispatch_mode": "torch.utils._python_dispatch._pop_mode",
     "pop_function_mode": "torch._C._pop_torch_function_stack",
@@ -118,7 +119,6 @@ _PATHS = {
     "set_dispatch_key_included": "torch._C._dispatch_tls_set_dispatch_key_included",
     "storage_of_weak_reference": "torch.UntypedStorage._new_with_weak_ptr",
     "storage_use_count": "torch._C._storage_Use_Count",
-    "streams_of_scattering": "torch.nn.parallel._functions._streams",
     "swap_tensors": "torch._C._swap_tensor_impl",
     "TensorBase": "torch._C.TensorBase",
     "top_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
@@ -470,7 +470,7 @@ def fake_mode_in_force() -> Any:
 
 def device_hints(properties: Any, device: torch.device) -> Any:
     """What Inductor is told about a GPU, in the fields that this release has."""
-    hints = globals().get("DeviceHints") or __getattr__("DeviceHints")
+    hints = __getattr__("DeviceHints")
     known = {name: getattr(properties, name) for name in hints._fields if hasattr(properties, name)}
     capability = 10 * properties.major + properties.minor
     return hints(**{**known, "type": device.type, "index": device.index, "cc": capability})
@@ -537,8 +537,4 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PATHS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = NAMES.find(_PATHS[name])
-    return value
+__getattr__ = NAMES.table(_PATHS, globals())

@@ -77,7 +77,7 @@ class _Tracer:
             # Keras makes a generator of random numbers on the device for each layer that draws some.
             generators = random_replacements(CudaDevices(self.device, 1), 1) if self.on_cuda else []
             stack.enter_context(self.simulation.running(generators))
-            updates = update_replacements(internals.base_optimizer(), self._begin_update, self._end_update)
+            updates = update_replacements(internals.base_optimizer, self._begin_update, self._end_update)
             stack.enter_context(replaced(updates))
             recorder.enter(Phase.SETUP, 0)
             self._prepare(stack, settings)

@@ -255,7 +255,7 @@ def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]
         # PyTorch's own refuses any other stream than its own before a function mode can see the call.
         Replacement(torch.Tensor, "record_stream", _nothing),
         # A list of streams that scattering keeps for the next time.
-        Replacement(*internals.place("streams_of_scattering"), None),
+        Replacement(internals.parallel_functions, "_streams", None),
     ]
 
 
