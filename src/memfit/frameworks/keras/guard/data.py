@@ -228,33 +228,24 @@ def random_states() -> dict[str, Any]:
     return found
 
 
-def check_random(found: dict[str, Any]) -> None:
-    """Fails where `restore_random` would, without changing anything."""
+def restore_random(found: dict[str, Any], *, rehearse: bool = False) -> None:
+    """Goes back to the states that `random_states` gave; with `rehearse` only fails where that would fail."""
+    python: Any = random.Random(0) if rehearse else random
+    arrays: Any = numpy.random.RandomState(0) if rehearse else numpy.random
     version, numbers, gauss = found["python"]
-    random.Random(0).setstate((version, tuple(int(number) for number in numbers), gauss))
+    python.setstate((version, tuple(int(number) for number in numbers), gauss))
     name, keys, position, has_gauss, cached = found["numpy"]
-    numpy.random.RandomState(0).set_state((name, keys, position, has_gauss, cached))
-    if "torch" in found and "torch" in sys.modules:
-        import torch
-
-        torch.Generator().set_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
+    arrays.set_state((name, keys, position, has_gauss, cached))
+    restore_torch(found, rehearse=rehearse)
 
 
-def restore_random(found: dict[str, Any]) -> None:
-    """Goes back to the states that `random_states` gave."""
-    version, numbers, gauss = found["python"]
-    random.setstate((version, tuple(int(number) for number in numbers), gauss))
-    name, keys, position, has_gauss, cached = found["numpy"]
-    numpy.random.set_state((name, keys, position, has_gauss, cached))
-    restore_torch(found)
-
-
-def restore_torch(found: dict[str, Any]) -> None:
+def restore_torch(found: dict[str, Any], *, rehearse: bool = False) -> None:
     """PyTorch's state alone, from which layers draw there."""
     if "torch" in found and "torch" in sys.modules:
         import torch
 
-        torch.set_rng_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
+        generator = torch.Generator() if rehearse else torch.default_generator
+        generator.set_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
 
 
 def order_seed() -> int:

@@ -40,7 +40,7 @@ from memfit.frameworks.keras.apply.fitted import FittedModel, check_split, with_
 from memfit.frameworks.keras.apply.units import units
 from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.callbacks import CallbackStates
-from memfit.frameworks.keras.guard.data import Data, check_random
+from memfit.frameworks.keras.guard.data import Data, restore_random
 from memfit.frameworks.keras.guard.steps import make_steps
 from memfit.frameworks.keras.model import check_model
 from memfit.frameworks.keras.trace.planning import loop_factor
@@ -359,7 +359,7 @@ class KerasLoop(GuardedLoop):
                 raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {problem}")
             check(resumed.progress)
             for name in ("random", "now"):
-                check_random(resumed.progress["data"][name])
+                restore_random(resumed.progress["data"][name], rehearse=True)
             self.watch_callbacks().check(resumed.callbacks, decoder)
         except (BadCheckpoint, MemoryError):
             raise
