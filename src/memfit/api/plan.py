@@ -19,7 +19,7 @@ from memfit.api.jobs import (
 from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.job import AUTOCASTS, PRECISIONS, read_precision
-from memfit.core.plan import Plan, actions
+from memfit.core.plan import Plan
 from memfit.core.progress import doing
 from memfit.core.settings import Settings
 from memfit.core.step_facts import StepFacts
@@ -27,9 +27,6 @@ from memfit.estimator.estimator import checked_batch_size
 from memfit.planner.driver import Patience, Planner, Question
 from memfit.planner.moves import AUTO, DEFAULT_ALLOW, KEEP, SHARD, allowed_moves
 from memfit.planner.traced_search import open_traced_search
-from memfit.reports.plan.figures import use_reports
-
-use_reports()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +128,12 @@ def plan(
         return Planner(question, ProfiledSpace(step, question, job, precision, options.measure).search, started).run()
 
 
-def _apply(plan: Plan, model: Any, optimizer: Any) -> Any:
+def apply_plan(plan: Plan, model: Any, optimizer: Any) -> Any:
+    """What `plan.apply` returns: the model and optimizer, run as the plan says."""
     adapter = (
         keras_adapter() if is_keras_model(model) else jax_adapter() if plan.framework == "jax" else torch_adapter()
     )
     return adapter.apply(plan, model, optimizer)
-
-
-actions.apply = _apply
 
 
 def load_plan(path: Any) -> Plan:

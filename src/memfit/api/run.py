@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 
-from memfit.core import supervised
 from memfit.core.errors import BadFile
 from memfit.core.progress import announce
 from memfit.core.run_events import RunRequest
@@ -11,10 +10,6 @@ from memfit.core.supervised import SupervisedRun
 from memfit.core.units import parse_size
 from memfit.processes.entry_point import check_budget, checked_arguments, find_target
 from memfit.processes.supervise import Supervisor
-from memfit.reports.page import write_page
-from memfit.reports.run import figures
-
-supervised.reporters.use(lambda run: str(figures.report(run)), write_page)
 
 
 def run(

@@ -3,10 +3,8 @@
 As for a dry run: a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
 """
 
-from importlib import import_module
-
 from memfit.core.device import Origin
-from memfit.core.plan import Plan, PlannedMove, Point, Seconds, actions
+from memfit.core.plan import Plan, PlannedMove, Point, Seconds
 from memfit.core.settings import Keeps
 from memfit.core.units import format_seconds as format_seconds
 from memfit.core.units import format_size
@@ -193,11 +191,3 @@ def refusal_lines(plan: Plan, most: int) -> list[str]:
 def report(plan: Plan) -> Report:
     """Verdict, moves, before and after, front, refusals, notes."""
     return Report(verdict(plan), details(plan), parts(plan), plan.fits)
-
-
-def use_reports() -> None:
-    """Lets `print(plan)`, `plan.report`, `plan.code` and `plan.save` do their work; heavier parts load when used."""
-    actions.describe = lambda plan: str(report(plan))
-    actions.write_page = lambda plan, path: import_module("memfit.reports.page").write_page(plan, path)
-    actions.code = lambda plan: str(import_module("memfit.reports.plan.code").format_code(plan))
-    actions.write_json = lambda data, path: import_module("memfit.reports.files").write_json(data, path)
