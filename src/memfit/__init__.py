@@ -8,6 +8,8 @@ from memfit.core import interrupts as _interrupts  # noqa: F401  # isort: skip -
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memfit.core.reporters import Reporters as _Reporters
+
 if TYPE_CHECKING:
     from memfit import jax, keras
     from memfit.api.compare import compare
@@ -135,6 +137,7 @@ _LATE = {
 }
 
 _MODULES = ("integrations", "jax", "keras")
+_WITH_REPORTS = ("diff", "dryrun", "estimate", "plan", "run", "verify")
 
 
 def __getattr__(name: str) -> Any:
@@ -148,3 +151,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATE, *_MODULES})
+
+
+def _load_reports() -> None:
+    for name in _WITH_REPORTS:
+        import_module(f"memfit.api.{name}")
+
+
+_Reporters.load = staticmethod(_load_reports)

@@ -101,9 +101,9 @@ class _Actions(Reporters["Plan"]):
 
     def __init__(self) -> None:
         super().__init__(lambda plan: f"{plan.subject}: {format_size(plan.after.peak_bytes)}")
-        self.code: Callable[[Plan], str] = not_there
-        self.apply: Callable[[Plan, Any, Any], Any] = not_there
-        self.write_json: Callable[[dict[str, Any], str], object] = not_there
+        self.code: Callable[[Plan], str] = self.late("code", not_there)
+        self.apply: Callable[[Plan, Any, Any], Any] = self.late("apply", not_there)
+        self.write_json: Callable[[dict[str, Any], str], object] = self.late("write_json", not_there)
 
 
 actions = _Actions()

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from memfit.core.errors import BadFile
 
@@ -32,9 +32,22 @@ class Reporters(Generic[Result]):
         describe: a line about the result, until something better is known.
     """
 
+    load: ClassVar[Callable[[], object]] = staticmethod(lambda: None)
+    """Loads the parts that set what results do: a result may come from a file, with none of them loaded."""
+
     def __init__(self, describe: Callable[[Result], str]) -> None:
-        self.describe = describe
-        self.write_page: Callable[[Result, str], object] = not_there
+        self.describe: Callable[[Result], str] = self.late("describe", describe)
+        self.write_page: Callable[[Result, str], object] = self.late("write_page", not_there)
+
+    def late(self, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        """What an attribute is until it is set: loads whoever sets it, and calls that, or `otherwise` without it."""
+
+        def call(*arguments: Any) -> Any:
+            Reporters.load()
+            known = getattr(self, name)
+            return (otherwise if known is call else known)(*arguments)
+
+        return call
 
     def use(self, describe: Callable[[Result], str], write_page: Callable[[Result, str], object]) -> None:
         """Sets what is called."""
