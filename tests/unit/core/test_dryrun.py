@@ -25,6 +25,7 @@ from tests.unit.reports.run_builders import (
 @pytest.fixture
 def reporters(monkeypatch):
     """Fresh reporters: as if nobody had set any."""
+    monkeypatch.setattr(Reporters, "load", lambda: None)
     monkeypatch.setattr(module, "reporters", Reporters(module._describe))
 
 

@@ -18,6 +18,7 @@ from tests.unit.reports.builders import MYSTERY, RTX_3090, make_estimate, make_f
 @pytest.fixture
 def reporters(monkeypatch):
     """Fresh reporters: as if nobody had set any."""
+    monkeypatch.setattr(Reporters, "load", lambda: None)
     monkeypatch.setattr(module, "reporters", Reporters(module._describe))
 
 

@@ -61,6 +61,7 @@ def test_only_some_causes_are_memory():
 
 
 def test_what_it_says_of_itself_comes_from_the_reports(monkeypatch, tmp_path):
+    monkeypatch.setattr(Reporters, "load", lambda: None)
     monkeypatch.setattr(supervised, "reporters", Reporters(supervised._describe))
     run = make_lost()
     assert str(run) == "train.py: out of memory after 1 attempts"
