@@ -1,4 +1,4 @@
-"""Any batch size from few traces.
+"""Batch sizes between two traces, and beyond them where kernels allow.
 
 A step at batch size n allocates the same blocks in the same order as at another, only larger. Each block's size is a
 polynomial in n: constant (weights), linear (activations) or quadratic (a similarity matrix over the batch). Two traces

@@ -130,6 +130,7 @@ class _Tracer:
             self.recorder.stop()
             parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
             batch_bytes = sum(t.numel() * t.element_size() for x in tensors_in(batch) for t in dense_parts(x))
+        is_compiled = self.compiled is not None and bool(self.compiled.num_graphs)
         return Trace(
             self.recorder.timeline(segments),
             tuple(self.simulation.notes.found.values()),
@@ -140,8 +141,10 @@ class _Tracer:
             self.simulation.quantized.managed_bytes,
             self.gives_weight,
             # What fused kernels do isn't in the log: then nothing is known.
-            work=() if self.compiled is not None and self.compiled.num_graphs else tuple(self.log.operations),
+            work=() if is_compiled else tuple(self.log.operations),
             grouped_bytes=self.simulation.grouped_bytes,
+            # Compiling anew for each size would take too long.
+            has_regimes=self.on_cuda and not is_compiled,
         )
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
