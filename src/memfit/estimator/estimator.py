@@ -70,6 +70,8 @@ class Estimator:
         self._framework = framework
         self._traces: dict[int | None, Trace] = {}
         self._families: dict[tuple[int, int], Family | None] = {}
+        self._settled: set[int] = set()
+        """Sizes next to which others are told from their trace."""
         self._fitted: dict[Settings, Trace] = {}
 
     def run(self, *, eager: bool = True) -> Estimate:
@@ -96,7 +98,9 @@ class Estimator:
             (size for size, trace in self._traces.items() if size and trace.assigned_bytes is not None), default=0
         )
         if family is None or batch_size < least:
-            return self._estimate(self._trace(batch_size).timeline, batch_size, started)
+            trace = self._trace(batch_size)
+            self._settled.add(batch_size)
+            return self._estimate(trace.timeline, batch_size, started)
         timeline = family.at(batch_size)
         return self._estimate(timeline, batch_size, started, assigned_bytes=self._assigned(batch_size, timeline))
 
@@ -104,6 +108,7 @@ class Estimator:
         """The estimate at a batch size, from a trace of that very size where other sizes may not tell all."""
         if self._has_regimes:
             self._trace(batch_size)
+            self._settled.add(batch_size)
         return self.at_batch(batch_size)
 
     @property
@@ -143,7 +148,8 @@ class Estimator:
                 first, second = (n, self._trace(n).timeline), (m, self._trace(m).timeline)
                 family = fit(first, second)
                 if family is not None and needs_third(first, second):
-                    family = fit(first, second, (n + m, self._trace(n + m).timeline))
+                    third = next((size for size in (m // 2, 2 * m, n + m) if size in self._traces and size != n), n + m)
+                    family = fit(first, second, (third, self._trace(third).timeline))
                 self._families[ends] = family
             except (StepFailed, BadInput):
                 # The step works at its own batch size only; other sizes will say why when they are asked for.
@@ -163,9 +169,8 @@ class Estimator:
                 n, m = m, 2 * m
             while n > batch_size:
                 n, m = max(2, n // 2), n
-            known = [size for size in self._traces if size is not None and n <= size <= m]
-            n = max((size for size in known if size <= batch_size), default=n)
-            m = min((size for size in known if size > n and size >= batch_size), default=m)
+            n = max((size for size in self._settled if n < size <= batch_size), default=n)
+            m = min((size for size in self._settled if max(n + 1, batch_size) <= size < m), default=m)
         return n, m
 
     def _assigned(self, batch_size: int, timeline: Timeline) -> int | None:
