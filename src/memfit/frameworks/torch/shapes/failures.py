@@ -25,8 +25,8 @@ _STEP_HINTS = {
     ),
 }
 _TRITON = (
-    "Kernels of Triton need a GPU. Let the script take its plain PyTorch path, or register the kernel as an operator "
-    "(torch.library.triton_op or custom_op) with register_fake: its outputs are then followed."
+    "Triton and libraries of its kernels need no GPU to be simulated, but must be installed where memfit loads the "
+    "model: pip install triton (Linux). A dry run of a script does without Triton itself."
 )
 # What to do about failures that the simulation, not the user's code, is the reason of.
 _HINTS = {
