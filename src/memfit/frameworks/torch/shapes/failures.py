@@ -32,8 +32,9 @@ _HINTS = {
     "'LOCAL_RANK'": "A script that torchrun starts needs --count, as in --count 2.",
     "HigherOrderOperator": "This higher-order operator can't be run on shapes yet; torch.cond, scan and others can.",
     "flash_attn": (
-        "flash_attn can't be installed without a GPU. scaled_dot_product_attention (attn_implementation='sdpa') has "
-        "the same kernel and takes the same memory; for packed sequences, torch.nn.attention.varlen has it."
+        "flash_attn can't be installed without a GPU, and a dry run of a script has a stand-in for its functions of "
+        "attention alone. scaled_dot_product_attention (attn_implementation='sdpa') has the same kernel and takes the "
+        "same memory; for packed sequences, torch.nn.attention.varlen has it."
     ),
     "'liger_kernel'": "Install it here: its kernels are simulated without a GPU (pip install liger-kernel).",
     "'triton'": (

@@ -35,9 +35,11 @@ from memfit.frameworks.torch.shapes.patching import Replacement, around, replace
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import META
 from memfit.frameworks.torch.shapes.values import KnownValues
+from memfit.frameworks.torch.simulation import flash_attention
 from memfit.frameworks.torch.simulation.device_view import Look
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
 from memfit.frameworks.torch.simulation.releases import release_replacements
+from memfit.frameworks.torch.simulation.stand_ins import standing_in
 from memfit.frameworks.torch.simulation.triton_kernels import TritonKernels
 from memfit.frameworks.torch.stack import fuses_attention, stack_of
 
@@ -114,6 +116,7 @@ class Simulation:
         self.operators.compositions = {**fallbacks.COMPOSITIONS, **self.quantized.compositions(on_cuda=on_cuda)}
         self._triton = TritonKernels(device, recorder, self.is_on, self._forget, stands_in=scripted)
         self._device = device
+        self._scripted = scripted
         self._capability = capability = device.capability or (8, 0)
         self._on_cuda = on_cuda
         self._interceptors = (
@@ -133,6 +136,7 @@ class Simulation:
             self._numbers_read_anywhere(),
             self.quantized.running(),
             self._triton.running(),
+            standing_in(flash_attention.package()) if self._scripted and self._on_cuda else nullcontext(),
             self._packed_attention(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),

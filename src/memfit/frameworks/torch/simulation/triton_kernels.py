@@ -8,15 +8,10 @@ Where Triton isn't installed, as on a laptop without Linux, a script finds a sta
 code around kernels needs them.
 """
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +24,7 @@ from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import tensors
+from memfit.frameworks.torch.simulation.stand_ins import Package, standing_in
 
 LIBRARY = "triton"
 _CLEARED_BYTES = 256 * MIB
@@ -87,8 +83,8 @@ class TritonKernels:
             late = {"jit": launches, "autotuner": searches, "driver": driver}
             late = {f"{LIBRARY}.runtime.{name}": equipped for name, equipped in late.items()}
             stack.enter_context(on_import({}, late))
-            if self._stands_in and importlib.util.find_spec(LIBRARY) is None:
-                stack.enter_context(_stand_in(self._launch, self._driver))
+            if self._stands_in:
+                stack.enter_context(standing_in(_stand_in(self._launch, self._driver)))
             yield
 
     def _run(self, plain: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
@@ -205,59 +201,12 @@ class _Configuration:
         return {**self.kwargs, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-class _StandIn(ModuleType):
-    """A module of the stand-in: what it isn't given is a name."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        found = _Name(f"{self.__name__}.{name}")
-        setattr(self, name, found)
-        return found
-
-
-class _Finder(MetaPathFinder, Loader):
-    """Finds the stand-in for everybody but PyTorch, which would compile with it."""
-
-    def __init__(self, names: dict[str, dict[str, Any]]) -> None:
-        self._names = names
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] != LIBRARY or _importer().partition(".")[0] == "torch":
-            return None
-        return ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = _StandIn(spec.name)
-        vars(module).update(self._names.get(spec.name, {}))
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Loads what comes with the package itself."""
-        if module.__name__ == LIBRARY:
-            for name in ("language", "runtime"):
-                importlib.import_module(f"{LIBRARY}.{name}")
-
-
-def _importer() -> str:
-    """The module whose import this is."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] != "importlib" and name != __name__:
-            return name
-        assert frame.f_back is not None
-        frame = frame.f_back
-    return ""
-
-
 def _next_power_of_2(number: int) -> int:
     return 1 << max(0, int(number) - 1).bit_length()
 
 
-@contextmanager
-def _stand_in(launch: Callable[..., None], driver: Any) -> Iterator[None]:
-    """Triton's names, for code that imports them while this lasts."""
+def _stand_in(launch: Callable[..., None], driver: Any) -> Package:
+    """Triton's names, for everybody but PyTorch, which would compile with it."""
 
     def jit(function: Any = None, **options: Any) -> Any:
         return _Kernel(function, launch) if function is not None else jit
@@ -269,26 +218,17 @@ def _stand_in(launch: Callable[..., None], driver: Any) -> Iterator[None]:
         return lambda kernel: kernel
 
     common = {"jit": jit, "autotune": autotune, "heuristics": heuristics, "Config": _Configuration}
-    names: dict[str, dict[str, Any]] = {
+    active = SimpleNamespace(active=driver)
+    modules: dict[str, dict[str, Any]] = {
         LIBRARY: {
             **common,
-            "__version__": _VERSION,
             "cdiv": lambda number, divisor: -(-number // divisor),
             "next_power_of_2": _next_power_of_2,
         },
         f"{LIBRARY}.language": {"constexpr": _Constant},
-        f"{LIBRARY}.runtime": {**common, "JITFunction": _Kernel, "driver": SimpleNamespace(active=driver)},
+        f"{LIBRARY}.runtime": {**common, "JITFunction": _Kernel, "driver": active},
         f"{LIBRARY}.runtime.jit": {"jit": jit, "JITFunction": _Kernel, "KernelInterface": _Kernel},
         f"{LIBRARY}.runtime.autotuner": {"Autotuner": _Kernel, **common},
-        f"{LIBRARY}.runtime.driver": {"driver": SimpleNamespace(active=driver), "active": driver},
+        f"{LIBRARY}.runtime.driver": {"driver": active, "active": driver},
     }
-    finder = _Finder(names)
-    sys.meta_path.append(finder)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            sys.meta_path.remove(finder)
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, _StandIn):
-                del sys.modules[name]
+    return Package(LIBRARY, _VERSION, modules, other=_Name, hidden_from=("torch",))
