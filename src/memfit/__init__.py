@@ -142,6 +142,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"memfit.{name}")
     if name not in _LATE:
         raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+    # Results print themselves and write pages by what this sets.
+    import_module("memfit.api")
     value = globals()[name] = getattr(import_module(_LATE[name]), name)
     return value
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from memfit.allocator import parse_options
 from memfit.api.devices import resolve
 from memfit.api.jobs import on_installed_stack, require_torch
-from memfit.core import dryrun as dryrun_results
 from memfit.core import env
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, DryRunOptions, Request
@@ -17,22 +16,12 @@ from memfit.core.errors import BadFile
 from memfit.core.progress import announce
 from memfit.frameworks.torch.stack import installed_stack
 from memfit.planner.moves import autocast_of
-from memfit.reports.dryrun import figures
 
 if TYPE_CHECKING:
     from memfit.processes.sequence import TooLarge
 
 # Trying out suggestions may take twice as long as the dry run did, or this long.
 _MIN_TRIAL_SECONDS = 120.0
-
-
-def _write_page(result: DryRun, path: str) -> None:
-    from memfit.reports import page
-
-    page.write_page(result, path)
-
-
-dryrun_results.reporters.use(lambda run: str(figures.report(run)), _write_page)
 
 
 def dryrun(

@@ -78,13 +78,13 @@ def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **opti
 
 
 def is_keras_model(model: Any) -> bool:
-    """Whether it is one of Keras, on whichever backend."""
+    """True for a model of Keras, on any backend."""
     keras = sys.modules.get("keras")
     return keras is not None and hasattr(keras, "Model") and isinstance(model, keras.Model)
 
 
 def is_torch_module(model: Any) -> bool:
-    """Whether it is one of PyTorch, as models of Keras on PyTorch are, too."""
+    """True for a module of PyTorch; a Keras model on the PyTorch backend is one too."""
     torch = sys.modules.get("torch")
     return torch is not None and hasattr(torch, "nn") and isinstance(model, torch.nn.Module)
 

@@ -97,7 +97,7 @@ def max_batch(
                 "the batch's tensors share no first dimension, so it can't be made larger or smaller. "
                 "Give tensors whose first dimension is the batch."
             )
-        return _Search(start, estimator).run(sizes)
+        return _BatchSearch(start, estimator).run(sizes)
 
 
 def _checked(candidates: list[int]) -> list[int]:
@@ -110,7 +110,7 @@ def _checked(candidates: list[int]) -> list[int]:
     return sizes
 
 
-class _Search:
+class _BatchSearch:
     """Looks for the largest batch that surely fits and the largest that fits, on the scaled timelines.
 
     What it finds is traced, and looked for again where the trace of that very size says otherwise.

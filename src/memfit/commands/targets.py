@@ -81,11 +81,7 @@ class _Devices(argparse.Action):
     """Collects devices, given one after the other or with commas between."""
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *option_string: str | None
     ) -> None:
         names = [name.strip() for name in str(values).split(",")]
         if not all(names):
@@ -121,7 +117,9 @@ def _as_name(given: str) -> str:
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that name a script or module and give it the rest of the line."""
+    """Where the result goes, and what names a script or module and gives it the rest of the line."""
+    parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as `python -m` does"
     )

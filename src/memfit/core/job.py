@@ -97,7 +97,7 @@ class Job(Shown):
             )
 
     def summary(self) -> str:
-        """What is trained, and how."""
+        """Model, mode and precision in one line."""
         name = self.name or getattr(self.model, "__name__", "") or type(self.model).__name__
         name = "a function" if name == "<lambda>" else name
         return f"of {name}: {self.mode}, precision {self.precision or 'as given'}"

@@ -24,7 +24,7 @@ class Serving(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a traced step asked for.
+    """The allocations of a traced step.
 
     Args:
         timeline: every allocation.
@@ -71,7 +71,7 @@ class Tracer(Protocol):
 
     @property
     def name(self) -> str:
-        """What to call it in reports."""
+        """The job's name in reports."""
 
     @property
     def batch_size(self) -> int | None:

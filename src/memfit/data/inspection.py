@@ -108,7 +108,7 @@ class Inspection:
     warnings: tuple[str, ...]  # what is worth changing
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; sizes and shapes are measured, a look at the values is of a sample of them."""
+        """The result as JSON; sizes and shapes are measured, values are looked at in a sample of the data."""
         origins = {
             "disk_bytes": "measured",
             "loaded_bytes": "computed",

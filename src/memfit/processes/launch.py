@@ -74,7 +74,7 @@ def run_child(
     """What the child found out, as the JSON of a `DryRun`, with anything it added.
 
     Raises:
-        Interrupted: the user interrupted it, and the child left a result all the same.
+        Interrupted: the user interrupted the run, and the child left a result before it ended.
     """
     with _passing_on_termination(), ExitStack() as stack:
         # One for all, and one in memory for layers that the first can't take.

@@ -113,7 +113,7 @@ def _with_need(died: DryRun, request: Request) -> tuple[DryRun, TooLarge | None]
 
 
 def _classified(failure: Failure, timeline: Timeline) -> Failure:
-    """The failure with its bytes by the categories of a run that went on: only then do activations show as such."""
+    """The failure with its bytes by the categories of a run that went on, whose backward pass shows the activations."""
     live_bytes = sum(failure.by_category.values())
     curve = timeline.curve()
     first = max(0, failure.tick - 1)

@@ -64,7 +64,7 @@ def follow_loops(found: Callable[[Any], None]) -> Any:
             raise FirstTurn("the first update of a training loop")
 
         register_optimizer_step_pre_hook(end)
-        internals.base_optimizer().BaseOptimizer.apply = end
+        internals.base_optimizer.BaseOptimizer.apply = end
     if backend not in ("tensorflow", "jax"):
         return None
 

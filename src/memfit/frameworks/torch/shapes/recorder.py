@@ -73,7 +73,7 @@ class Recorder:
         return self._add_storage(tensor.untyped_storage(), op, category)
 
     def _add_storage(self, storage: Any, op: str, category: Category | None) -> int | None:
-        key = storage._cdata
+        key = internals.storage_address(storage)
         if key in self._index_of or self._foreign.get(storage):
             return None
         size_bytes = storage.nbytes()
@@ -125,10 +125,10 @@ class Recorder:
 
     def resized(self, storage: Any, op: str) -> None:
         """Follows a storage that changed its size in place."""
-        index = self._index_of.pop(storage._cdata, None)
+        index = self._index_of.pop(internals.storage_address(storage), None)
         if index is not None:
             if self.sizes[index] == storage.nbytes():
-                self._index_of[storage._cdata] = index
+                self._index_of[internals.storage_address(storage)] = index
                 return
             self._end(index)
             del self._refs[index]
@@ -173,7 +173,7 @@ class Recorder:
 
     def block_of(self, tensor: Any) -> int | None:
         """The number of the live block that holds `tensor`; None where it is in no block."""
-        return self._index_of.get(tensor.untyped_storage()._cdata)
+        return self._index_of.get(internals.storage_address(tensor.untyped_storage()))
 
     def op_of(self, index: int) -> str:
         """The operator that made a block."""

@@ -115,12 +115,12 @@ class ByStorage(Generic[_Held]):
 
     def get(self, storage: Any) -> _Held | None:
         """What is kept for `storage`, or None."""
-        entry = self._entries.get(storage._cdata)
+        entry = self._entries.get(internals.storage_address(storage))
         return None if entry is None else entry[1]
 
     def set(self, storage: Any, held: _Held) -> None:
         """Keeps `held` for `storage`."""
-        key = storage._cdata
+        key = internals.storage_address(storage)
 
         def forget(reference: Any) -> None:
             # The number of a storage that is gone may be that of another by now.
@@ -131,13 +131,13 @@ class ByStorage(Generic[_Held]):
 
     def drop(self, storage: Any) -> None:
         """Keeps nothing for `storage` any more."""
-        self._entries.pop(storage._cdata, None)
+        self._entries.pop(internals.storage_address(storage), None)
 
 
 @cache
 def behaviour(func: Operator) -> Behaviour:
     """How `func` treats storages."""
-    schema = func._schema
+    schema = internals.schema_of(func)
     has_kernel = internals.has_kernel
     # Some operators that could be taken apart, such as the gradient of SiLU, have a kernel of their own as well.
     if has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU"):
@@ -204,4 +204,4 @@ def _is_repeatable(out: Any) -> bool:
     if not made or any(not tensor.is_meta or tensor.layout is not torch.strided for tensor in made):
         return False
     # One gradient given out twice, as a layer with two biases does: built anew it would be two.
-    return len({tensor.untyped_storage()._cdata for tensor in made}) == len(made)
+    return len({internals.storage_address(tensor.untyped_storage()) for tensor in made}) == len(made)

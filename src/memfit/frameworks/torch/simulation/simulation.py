@@ -196,7 +196,7 @@ class Simulation:
         try:
             yield
         finally:
-            library._destroy()
+            internals.forget_rules(library)
 
     @contextmanager
     def _packed_attention(self) -> Iterator[None]:
@@ -279,7 +279,7 @@ class Simulation:
     def _about_devices(self) -> list[Replacement]:
         """The device as the user's code is to see it also where PyTorch answers in C++."""
         plain_group = internals.group_tensors
-        plain_wrapper = torch.Tensor._make_wrapper_subclass
+        plain_wrapper = getattr(*internals.place("make_wrapper_subclass"))
         plain_compatible = internals.has_compatible_type
 
         def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
@@ -319,7 +319,7 @@ class Simulation:
             # Other ways in which a module may move: its parameters would not be the same objects afterwards.
             Replacement(torch.__future__, "get_swap_module_params_on_conversion", lambda: False),
             Replacement(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: False),
-            Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass)),
+            Replacement(*internals.place("make_wrapper_subclass"), staticmethod(make_wrapper_subclass)),
             Replacement(*internals.place("group_tensors"), group),
         ]
 

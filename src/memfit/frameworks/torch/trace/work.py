@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import flop_registry
 
 from memfit.core.profile import Work
 from memfit.core.timeline import Category, Phase
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
@@ -58,7 +56,7 @@ class WorkLog:
         names = self._names.get(func)
         if names is None:
             # Reading a schema's name makes a string each time.
-            name = func._schema.name
+            name = internals.name_of(func)
             names = self._names[func] = (name, name.replace("::", "."))
         name, short = names
         if name in _IDLE:
@@ -77,13 +75,13 @@ class WorkLog:
 
 def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of one call; 0 where no formula is known, as for operators that only move data."""
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(internals.packet_of(func))
     if formula is not None:
         try:
             return int(formula(*args, **kwargs, out_val=out))
         except Exception:  # a formula of another release, or arguments that it doesn't foresee
             return 0
-    own = _FORMULAS.get(func._schema.name)
+    own = _FORMULAS.get(internals.name_of(func))
     return own(args, kwargs, out) if own is not None else 0
 
 
@@ -117,11 +115,11 @@ def _sizes(operands: list[torch.Tensor]) -> dict[int, int]:
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     """(what tells its storage from others, bytes in it that an operator reads or writes)."""
     if tensor.layout is not torch.strided:
-        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else ()
+        parts = internals.sparse_parts(tensor) if tensor.is_sparse else ()
         return id(tensor), sum(_memory(part)[1] for part in parts)
     storage = tensor.untyped_storage()
     # An expanded tensor has more elements than there are in memory.
-    return storage._cdata, min(tensor.numel() * tensor.element_size(), storage.nbytes())
+    return internals.storage_address(storage), min(tensor.numel() * tensor.element_size(), storage.nbytes())
 
 
 def _attention_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
@@ -176,7 +174,7 @@ class FeatureWatch:
 
     def ran(self, func: Operator, args: tuple[Any, ...], out: Any, phase: Phase) -> None:
         """Looks at one operator."""
-        name = func._schema.name
+        name = internals.name_of(func)
         if phase is Phase.OPTIMIZER:
             if "_fused_" in name:
                 self.found.add("fused")
@@ -223,16 +221,16 @@ def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:
     """What can be read off the objects themselves."""
     found: set[str] = set()
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, internals.BatchNorm) and module.training:
             found.add("batch-norm")
-        elif isinstance(module, _DropoutNd) and module.training and module.p > 0:
+        elif isinstance(module, internals.Dropout) and module.training and module.p > 0:
             found.add("dropout")
         elif isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             found.add("sparse-gradients")
         elif isinstance(module, torch.nn.Linear):
             found.add("linear")
         elif (
-            isinstance(module, _ConvNd)
+            isinstance(module, internals.Convolution)
             and module.weight.dim() == 4
             and (module.weight.is_contiguous() or not module.weight.is_contiguous(memory_format=torch.channels_last))
         ):
