@@ -31,7 +31,7 @@ class Outcome(StrEnum):
     OUT_OF_MEMORY = "out of memory"  # the simulated device was full and the script died of it
     FAILED = "failed"  # any other exception, or an exit code other than 0
     CRASHED = "crashed"  # the process died and left no result
-    INTERRUPTED = "interrupted"  # the user ended it
+    INTERRUPTED = "interrupted"  # the user ended it, or memfit because disk room ran short
 
 
 EXIT_CODES = {

@@ -31,7 +31,7 @@ def flash_backward(args: Arguments, out: Any) -> list[int]:
 
 
 def flash_direct_backward(args: Arguments, out: Any) -> list[int]:
-    """As `flash_backward`, where rows come before heads: whole sequences, or packed ones with the places of their ends."""
+    """As `flash_backward`, where rows come before heads: whole sequences, or packed ones with their ends."""
     query, key, boundaries = args[1], args[2], args[6]
     packed = query.dim() == 3 and boundaries is not None
     return scratch_sizes(query, key, boundaries.numel() - 1 if packed else None)
