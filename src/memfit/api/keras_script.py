@@ -4,7 +4,6 @@ That is a step of the first `fit` or `train_on_batch`, or a turn of a loop that 
 simulated for the script, whose data and model are real; nothing is trained.
 """
 
-import importlib
 import sys
 import time
 from contextlib import suppress
@@ -108,12 +107,14 @@ class KerasScriptRun:
         self._loop = follow_loops(turned)
 
     def _watch_torch(self, module: ModuleType) -> None:
-        def end(*given: Any, **named: Any) -> None:
+        def end() -> None:
             self._on_torch = True
             raise OnPyTorch("an update of PyTorch")
 
         if self._is_simulated:
-            importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook(end)
+            from memfit.frameworks.torch.script.steps import call_before_updates
+
+            call_before_updates(end)
 
     def _result(self, error: BaseException | None) -> DryRun:
         request = self._request
