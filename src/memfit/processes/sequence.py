@@ -23,6 +23,10 @@ _MAX_AHEAD = 1000
 _STEPS_OF_PARTS = 2
 
 
+class OnPyTorch(Exception):
+    """A script that was taken for one of Keras is to run on a simulated GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class TooLarge:
     """A run whose peak is to be lowered."""
@@ -39,11 +43,14 @@ def dry_run(
 
     Raises:
         Interrupted: the user interrupted it; has what was known by then.
+        OnPyTorch: it was to run until its first step with Keras, and trains with PyTorch.
     """
     started = time.perf_counter()
     data = run_child(request, stdout_to_stderr=quiet_output)
     run = DryRun.from_json(data)
     too_large = None
+    if request.until_fit and data.get("on_torch"):
+        raise OnPyTorch(request.script)
     if request.until_fit:
         # A single step was estimated, and there is no more to see.
         return replace(run, seconds=time.perf_counter() - started), None
