@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan, Seen
-from memfit.core.estimate import Estimate
+from memfit.core.estimate import NOT_COMPILED, Estimate, Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Timeline
 from memfit.processes.launch import Interrupted, run_child
@@ -48,6 +48,14 @@ def dry_run(
     started = time.perf_counter()
     data = run_child(request, stdout_to_stderr=quiet_output)
     run = DryRun.from_json(data)
+    if run.outcome is Outcome.FAILED and run.num_compiled:
+        announce("the script failed in or after code that was compiled on shapes: running it once more as eager")
+        request = replace(request, compiles=False)
+        again = run_child(request, stdout_to_stderr=quiet_output)
+        eager = DryRun.from_json(again)
+        # Where it fails all the same, it wasn't the compiler's doing.
+        if eager.outcome is not Outcome.FAILED:
+            data, run = again, _counted_as_eager(eager, run.error)
     too_large = None
     if request.until_fit and data.get("on_torch"):
         raise OnPyTorch(request.script)
@@ -68,6 +76,14 @@ def dry_run(
         # What the first run found is worth more than what a further one had found by now.
         raise Interrupted(run) from None
     return replace(run, seconds=time.perf_counter() - started), too_large
+
+
+def _counted_as_eager(run: DryRun, error: str) -> DryRun:
+    """The run, with a note of why nothing of it is compiled."""
+    if run.estimate is None:
+        return run
+    note = Note(NOT_COMPILED, f"the script failed with what torch.compile made of it, which counts as eager: {error}")
+    return replace(run, estimate=replace(run.estimate, notes=(*run.estimate.notes, note)))
 
 
 def run_with(

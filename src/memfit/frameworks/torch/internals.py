@@ -7,7 +7,7 @@ it, and with one clear message. To add a name, add a line to `_PATHS`; for a pri
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,7 @@ _PATHS = {
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "file_writer": "torch._C.PyTorchFileWriter",
+    "flex_attention": "torch.nn.attention.flex_attention.flex_attention",
     "foreach_add": "torch._foreach_add",
     "foreach_add_in_place": "torch._foreach_add_",
     "foreach_devices": "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
@@ -95,6 +96,7 @@ _PATHS = {
     "num_dispatch_modes": "torch._C._len_torch_dispatch_stack",
     "num_function_modes": "torch._C._len_torch_function_stack",
     "operators_module": "torch._ops",
+    "OptimizedModule": "torch._dynamo.eval_frame.OptimizedModule",
     "parallel_functions": "torch.nn.parallel._functions",
     "parse_to": "torch._C._nn._parse_to",
     "pop_dispatch_mode": "torch.utils._python_dispatch._pop_mode",
@@ -362,6 +364,25 @@ def checks_program(function: Any) -> bool:
 def compiler() -> Any:
     """The compiler's module; None where it isn't loaded."""
     return sys.modules.get("torch._dynamo")
+
+
+@contextmanager
+def never_compiled(function: Callable[..., Any]) -> Iterator[None]:
+    """In this context code that calls the function is compiled in two parts, before the call and after it."""
+    calls = NAMES.find("torch._dynamo.trace_rules._disallowed_callable_ids")
+    known = id(function) in calls
+    calls.add(id(function))
+    try:
+        yield
+    finally:
+        if not known:
+            calls.remove(id(function))
+
+
+def load_compiler_tables() -> None:
+    """Lets the compiler note the functions of PyTorch that it knows, before any is replaced: it does so only once."""
+    known = NAMES.find("torch._dynamo.variables.torch.TorchInGraphFunctionVariable")
+    getattr(known, "_get_handlers", lambda: None)()
 
 
 @contextmanager

@@ -80,6 +80,11 @@ class OriginTracker:
             # A number may come back for another module once this one is gone.
             self._paths[key] = (path, weakref.ref(module, lambda _: self._paths.pop(key, None)))
 
+    def meet(self, model: torch.nn.Module) -> None:
+        """Names the parts of a model that isn't called where this can see it, unless it has been met."""
+        if self._meets_models and id(model) not in self._paths:
+            self._meet(model)
+
     def path(self, module: torch.nn.Module) -> str:
         """The path of a module that has been met."""
         return self._paths[id(module)][0] if id(module) in self._paths else ""

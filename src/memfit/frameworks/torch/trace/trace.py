@@ -14,13 +14,13 @@ import torch
 
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadLoss, BadOptimizer, StepFailed
-from memfit.core.estimate import Note
+from memfit.core.estimate import NOT_COMPILED, Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.single_updates import empty_copy
-from memfit.frameworks.torch.compilation.compiled_steps import NOT_COMPILED, CompiledSteps, not_compiled
+from memfit.frameworks.torch.compilation.compiled_steps import CompiledSteps, not_compiled
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.failures import explained
 from memfit.frameworks.torch.shapes.origin import OriginTracker, uncompiled_path
