@@ -8,8 +8,6 @@ from memfit.core import interrupts as _interrupts  # noqa: F401  # isort: skip -
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from memfit.core.reporters import Reporters as _Reporters
-
 if TYPE_CHECKING:
     from memfit import jax, keras
     from memfit.api.compare import compare
@@ -137,7 +135,6 @@ _LATE = {
 }
 
 _MODULES = ("integrations", "jax", "keras")
-_WITH_REPORTS = ("diff", "dryrun", "estimate", "plan", "run", "verify")
 
 
 def __getattr__(name: str) -> Any:
@@ -145,17 +142,11 @@ def __getattr__(name: str) -> Any:
         return import_module(f"memfit.{name}")
     if name not in _LATE:
         raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+    # Results print themselves and write pages by what this sets.
+    import_module("memfit.api")
     value = globals()[name] = getattr(import_module(_LATE[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATE, *_MODULES})
-
-
-def _load_reports() -> None:
-    for name in _WITH_REPORTS:
-        import_module(f"memfit.api.{name}")
-
-
-_Reporters.load = staticmethod(_load_reports)

@@ -41,3 +41,13 @@ def test_the_kinds_are_those_of_the_configuration():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
 
     assert {kind["directory"] for kind in settings["type"]} == KINDS
+
+
+def test_trees_name_every_part_of_the_package():
+    parts = {path.parent.name for path in (ROOT / "src" / "memfit").glob("*/__init__.py")}
+    tree = re.search(r"## What is where\n\n```\n(.*?)tests/", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    rows = re.search(r"__main__ -> .*?```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[0]
+
+    assert parts, "no packages found: the check would pass on nothing"
+    assert parts - set(re.findall(r"\w+", tree)) == set()
+    assert parts - set(re.findall(r"\w+", rows)) == set()

@@ -109,7 +109,7 @@ class Pool:
     def insert_merged(self, block: Block) -> None:
         """Add a block as free after joining it with its free neighbours (`free_block`, `try_merge_blocks`).
 
-        The same as `remove` and `absorb` for both neighbours and `insert`, written out because every free comes here.
+        `remove` and `absorb` for both neighbours, then `insert`, written out because every free comes here.
         """
         keys, by_key = self.keys, self.by_key
         size = block.size

@@ -98,7 +98,7 @@ def replay_plain(timeline: Timeline, capacity_bytes: int | None = None) -> Repla
 def signed_events(timeline: Timeline) -> list[int]:
     """One number per tick: n for the allocation of block n, -n for its free (blocks count from 1), 0 for nothing.
 
-    The same events in the same order as `Timeline.events`, without a tuple for each.
+    The events of `Timeline.events` in their order, without a tuple for each.
     """
     order = [0] * timeline.num_ticks
     for number, block in enumerate(timeline.blocks, 1):

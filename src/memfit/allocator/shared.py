@@ -66,7 +66,7 @@ class SharedDevice:
             self._write(self._row, Share(os.getpid(), name=name))
 
     def again(self, name: str) -> "SharedDevice":
-        """The same device for a process that was forked off: a lock that is inherited locks nobody out."""
+        """This device for a forked process, with a lock of its own: the inherited one locks nobody out."""
         return SharedDevice(self._path, self._usable_bytes, self._context_bytes, name)
 
     def take(self, source: Source, pool: Pool, size_bytes: int) -> Block | None:
@@ -123,7 +123,7 @@ class SharedDevice:
             return {share.pid for _, share in self._living() if share.pid}
 
     def others_bytes(self) -> int:
-        """What the other processes hold."""
+        """Bytes that the other processes hold."""
         with self._locked():
             return sum(share.held_bytes for row, share in self._living() if row != self._row)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from memfit.api.devices import resolve
 from memfit.api.dryrun import dryrun
 from memfit.api.estimate import estimate
+from memfit.api.result_reports import late
 from memfit.core.device import Device, Kind
 from memfit.core.dryrun import DryRun, DryRunOptions, Outcome
 from memfit.core.errors import BadInput, StepFailed
@@ -15,7 +16,6 @@ from memfit.core.progress import doing
 from memfit.core.units import format_size
 from memfit.frameworks.torch.stack import stack_of
 from memfit.reports.diff import figures
-from memfit.snapshots import difference as results
 from memfit.snapshots.difference import Simulated, SnapshotDifference, compare_with
 from memfit.snapshots.reader import read_snapshot
 
@@ -25,13 +25,7 @@ STEPS = 10
 _RAN = (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
 
 
-def _write_page(result: SnapshotDifference, path: str) -> None:
-    from memfit.reports import page
-
-    page.write_page(result, path)
-
-
-results.reporters.use(lambda result: str(figures.report(result)), _write_page)
+SnapshotDifference.reporters.use(figures.report, late("memfit.reports.page", "write_page"))
 
 
 def diff(

@@ -49,10 +49,11 @@ def main(request_path: str) -> int:
 
         _interrupts.raise_again()
         try:
-            result = KerasScriptRun(request).run()
+            script = KerasScriptRun(request)
+            result = script.run()
         except KeyboardInterrupt:
             return 130
-        _write(request.result_path, _ended(result).to_json())
+        _write(request.result_path, {**_ended(result).to_json(), "on_torch": script.on_torch})
         return result.exit_code or 0
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
     os.environ["PYTORCH_JIT"] = "0"

@@ -6,26 +6,15 @@ from typing import Any
 
 from memfit.api.devices import resolve
 from memfit.api.jobs import as_job, open_estimator
-from memfit.core import estimate as estimate_results
 from memfit.core.device import Device
 from memfit.core.estimate import LACKS_PRECISION, Estimate, Note
 from memfit.core.progress import doing
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import format_size
 from memfit.estimator.estimator import checked_batch_size
-from memfit.reports.estimate import figures
 
 # What a device without bfloat16 does instead.
 _IN_FLOAT16 = {"amp-bf16": "amp-fp16", "bf16": "fp16"}
-
-
-def _write_page(result: Estimate, path: str) -> None:
-    from memfit.reports import page
-
-    page.write_page(result, path)
-
-
-estimate_results.reporters.use(figures.format_estimate, _write_page)
 
 
 def estimate(

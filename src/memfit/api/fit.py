@@ -68,7 +68,7 @@ def fit(
         options: what is rarely needed.
         **arguments: further ones of `model.fit`.
     """
-    terms = _terms(budget, plan, checkpoint, options)
+    terms = Terms(plan, budget, checkpoint, options or GuardOptions(), make_plan)
     _check_fit(model)
     return _guarded_call(model.fit, terms, (x, y), arguments)
 
@@ -96,7 +96,8 @@ def guarded_fit(
     except BadModel as error:
         _log.warning("this fit has no guard: %s", error)
         return plain_fit(model, *args, **kwargs)
-    terms = _terms(None if request is not None and request.budget_bytes is not None else budget)
+    is_asked = request is not None and request.budget_bytes is not None
+    terms = Terms(budget=None if is_asked else budget, make_plan=make_plan)
     return _guarded_call(functools.partial(plain_fit, model), terms, args, kwargs)
 
 
@@ -123,19 +124,10 @@ def make_callback_class() -> type:
             checkpoint: str | os.PathLike[str] | None = None,
             options: GuardOptions | None = None,
         ) -> None:
-            super().__init__(GuardedFit(_terms(budget, plan, checkpoint, options)))
+            super().__init__(GuardedFit(Terms(plan, budget, checkpoint, options or GuardOptions(), make_plan)))
 
     Fit.__qualname__ = "Fit"
     return Fit
-
-
-def _terms(
-    budget: str | int | None,
-    plan: Plan | str | None = AUTO,
-    checkpoint: str | os.PathLike[str] | None = None,
-    options: GuardOptions | None = None,
-) -> Terms:
-    return Terms(plan, budget, checkpoint, options or GuardOptions(), make_plan)
 
 
 def _check_fit(model: Any) -> None:

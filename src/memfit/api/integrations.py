@@ -13,7 +13,7 @@ from typing import Any
 
 from memfit.api.jobs import torch_adapter
 from memfit.catalogue.host import cgroup_limit_bytes
-from memfit.core.guarding import BrokenUpdate, CannotFit, GuardOptions, OutOfMemory
+from memfit.core.guarding import BrokenUpdate, CannotFit, GuardOptions, MemoryFailure
 from memfit.guard.driver import Driver, Terms
 from memfit.processes.limits import has_devices
 
@@ -85,7 +85,7 @@ class LibraryGuard:
         self._loop.happened = True
         self._driver.updated()
 
-    def _recover_update(self, failure: OutOfMemory, replay: bool) -> None:
+    def _recover_update(self, failure: MemoryFailure, replay: bool) -> None:
         loop, driver = self._loop, self._driver
         loop.in_update = True
         if replay and loop.ranks.num_ranks == 1:

@@ -78,13 +78,13 @@ def as_job(model: Any, arguments: tuple[Any, ...], loss: Any, batch: Any, **opti
 
 
 def is_keras_model(model: Any) -> bool:
-    """Whether it is one of Keras, on whichever backend."""
+    """True for a model of Keras, on any backend."""
     keras = sys.modules.get("keras")
     return keras is not None and hasattr(keras, "Model") and isinstance(model, keras.Model)
 
 
 def is_torch_module(model: Any) -> bool:
-    """Whether it is one of PyTorch, as models of Keras on PyTorch are, too."""
+    """True for a module of PyTorch; a Keras model on the PyTorch backend is one too."""
     torch = sys.modules.get("torch")
     return torch is not None and hasattr(torch, "nn") and isinstance(model, torch.nn.Module)
 
@@ -107,6 +107,11 @@ def open_estimator(
 ) -> Estimator:
     """The job, checked and ready to be estimated, at its own batch size or the given one."""
     adapter = adapter_of(job)
+    if job.compile and adapter.name != "torch":
+        raise BadInput(
+            f"compile is for models of PyTorch, but the job runs on {adapter.title}. Leave it out: Keras compiles with "
+            "model.compile(jit_compile=True), and steps of JAX are compiled as they are."
+        )
     target = on_installed_stack(device, adapter.stack(), adapter.title)
     if job.set_to_none is None:
         job = replace(job, set_to_none=target.stack is None or target.stack.frees_gradients)

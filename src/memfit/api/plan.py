@@ -19,7 +19,7 @@ from memfit.api.jobs import (
 from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.job import AUTOCASTS, PRECISIONS, read_precision
-from memfit.core.plan import Plan, actions
+from memfit.core.plan import Plan
 from memfit.core.progress import doing
 from memfit.core.settings import Settings
 from memfit.core.step_facts import StepFacts
@@ -27,26 +27,25 @@ from memfit.estimator.estimator import checked_batch_size
 from memfit.planner.driver import Patience, Planner, Question
 from memfit.planner.moves import AUTO, DEFAULT_ALLOW, KEEP, SHARD, allowed_moves
 from memfit.planner.traced_search import open_traced_search
-from memfit.reports.plan.figures import use_reports
-
-use_reports()
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What is rarely asked of a plan.
+    """Options of a plan that are rarely needed.
 
     Args:
         effective_batch: samples of one update, where that isn't the size of the batch.
         measure: whether to time short real steps when the device is the one in hand; None: if it can be done.
         seconds: about how long to look for a faster plan once one fits, and to time real steps; None: until nothing
             better is in sight, and up to 20 s of timing plans against each other.
+        script_steps: optimizer steps after which a script is ended.
         quiet_output: send what a script prints to standard error.
     """
 
     effective_batch: int | None = None
     measure: bool | None = None
     seconds: float | None = None
+    script_steps: int = 3
     quiet_output: bool = False
 
 
@@ -129,14 +128,12 @@ def plan(
         return Planner(question, ProfiledSpace(step, question, job, precision, options.measure).search, started).run()
 
 
-def _apply(plan: Plan, model: Any, optimizer: Any) -> Any:
+def apply_plan(plan: Plan, model: Any, optimizer: Any) -> Any:
+    """What `plan.apply` returns: the model and optimizer, run as the plan says."""
     adapter = (
         keras_adapter() if is_keras_model(model) else jax_adapter() if plan.framework == "jax" else torch_adapter()
     )
     return adapter.apply(plan, model, optimizer)
-
-
-actions.apply = _apply
 
 
 def load_plan(path: Any) -> Plan:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 
-from memfit.core import supervised
 from memfit.core.errors import BadFile
 from memfit.core.progress import announce
 from memfit.core.run_events import RunRequest
@@ -11,10 +10,6 @@ from memfit.core.supervised import SupervisedRun
 from memfit.core.units import parse_size
 from memfit.processes.entry_point import check_budget, checked_arguments, find_target
 from memfit.processes.supervise import Supervisor
-from memfit.reports.page import write_page
-from memfit.reports.run import figures
-
-supervised.reporters.use(lambda run: str(figures.report(run)), write_page)
 
 
 def run(
@@ -32,7 +27,7 @@ def run(
     """Runs a script, unmodified, in a process of its own, and starts it again when memory runs out.
 
     Its input and output are ours. Under the container's limit, or the budget, a request that goes too far fails with
-    an exception instead of a kill; where the kernel kills all the same, that is noticed and explained. The next
+    an exception instead of a kill; a kill by the kernel is noticed and explained. The next
     attempt goes on from the last checkpoint and is told to use less; no two attempts are told the same. A script that
     fails for another reason isn't started again.
 

@@ -26,7 +26,6 @@ def plan_script(
     device: str | Device | None = None,
     budget: str | int | None = None,
     count: int = 1,
-    steps: int = 3,
     precision: str = KEEP,
     allow: Iterable[str] = DEFAULT_ALLOW,
     options: PlanOptions = NO_OPTIONS,
@@ -40,10 +39,9 @@ def plan_script(
         device: as for `dryrun`; a CUDA device.
         budget: what the script may take, "10GiB" or bytes; all of the device by default.
         count: how many such devices PyTorch sees.
-        steps: optimizer steps after which the script is ended.
         precision: "keep", or "auto" to consider autocast; naming "autocast" in `allow` does the same.
         allow: as for `plan`; sharding, which takes a second device, only where it is named.
-        options: `seconds` and `quiet_output`; the others are for steps.
+        options: `seconds`, `script_steps` and `quiet_output`; the others are for steps.
 
     Raises:
         PlanNotFound: nothing that is allowed fits.
@@ -61,7 +59,7 @@ def plan_script(
     from memfit.planner.script_space import ScriptSpace
     from memfit.processes.entry_point import checked_arguments, find_target, simulated
 
-    script_arguments = checked_arguments(arguments, count=(count, 1), steps=(steps, 1))
+    script_arguments = checked_arguments(arguments, count=(count, 1), script_steps=(options.script_steps, 1))
     target = target_within(simulated(target_within(device, budget) if device is None else resolve(device)), budget)
     words = [word.strip() for word in (allow.split(",") if isinstance(allow, str) else allow)]
     allowed = allowed_moves(words)
@@ -74,6 +72,8 @@ def plan_script(
     path = find_target(os.fspath(script), module=module)
     require_torch()
     target = on_installed_stack(target, installed_stack(), "the script")
-    request = Request(path, module, script_arguments, target, count, steps, unlimited=True, watch=True)
+    request = Request(
+        path, module, script_arguments, target, count, options.script_steps, unlimited=True, compiles=False, watch=True
+    )
     space = ScriptSpace(request, allowed, patience, quiet_output=options.quiet_output)
     return Planner(space.question, space.search, started).run()

@@ -20,7 +20,7 @@ from types import ModuleType, TracebackType
 
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core import interrupts as _interrupts
-from memfit.core.guarding import BrokenUpdate, CannotFit, OutOfMemory, Where
+from memfit.core.guarding import BrokenUpdate, CannotFit, MemoryFailure, Where
 from memfit.core.oom import recognise
 from memfit.core.own_memory import limits as own_limits
 from memfit.core.printing import printable
@@ -152,7 +152,7 @@ def tell(error: BaseException) -> bool:
         return False
     if isinstance(error, CannotFit | BrokenUpdate):
         # A guard has said why; of a broken update the last checkpoint is whole.
-        failure = getattr(error, "failure", None) or OutOfMemory(Where.HOST, "guard", text=str(error))
+        failure = getattr(error, "failure", None) or MemoryFailure(Where.HOST, "guard", text=str(error))
     else:
         failure = recognise(error)
     # Device memory has no part in what the process has mapped.

@@ -14,7 +14,6 @@ from memfit.api.devices import calibration_folder, calibration_path, own_gpu, re
 from memfit.api.estimate import estimate
 from memfit.api.jobs import on_installed_stack, torch_adapter
 from memfit.api.simulate import simulate
-from memfit.core import verification as verifications
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.estimate import Estimate
@@ -22,13 +21,9 @@ from memfit.core.job import Job
 from memfit.core.oom import caught
 from memfit.core.progress import doing
 from memfit.core.verification import Measured, ModelCheck, Verification, check_replaceable
-from memfit.reports.files import write_json
-from memfit.reports.verify import figures
 
 SECONDS = 120.0
 """About how long it may take, where nobody says."""
-
-verifications.reporters.use(figures.format_verification, lambda result, path: write_json(result.to_json(), path))
 
 
 def verify(device: str | Device | None = None, *, seconds: float = SECONDS, rehearse: bool = False) -> Verification:

@@ -40,7 +40,7 @@ def _content() -> dict[str, Any]:
 
 
 def read_instances() -> dict[str, str]:
-    """Names of the devices in families of AWS instances whose devices are whole ones and all the same."""
+    """Names of the devices in those families of AWS instances that have whole devices of one kind."""
     return dict(_content()["aws_instances"])
 
 

@@ -73,12 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.html:
         result.report(arguments.html)
-    if arguments.json:
-        output.print_json(result.to_json())
-    else:
-        output.print_report(figures.report(result))
-        if arguments.html:
-            print(f"\npage written to {arguments.html}")
+    output.print_result(result, figures.report, as_json=arguments.json)
+    if arguments.html and not arguments.json:
+        print(f"\npage written to {arguments.html}")
     return EXIT_FITS
 
 

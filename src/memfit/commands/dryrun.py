@@ -52,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="let the script write there for real, such as downloads; can be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
-    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     targets.add_script_arguments(parser)
 
 
@@ -93,10 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _report(result: DryRun, arguments: argparse.Namespace) -> None:
     draws = arguments.html and result.estimate is not None
-    if arguments.json:
-        output.print_json(result.to_json())
-    else:
-        output.print_report(figures.report(result))
+    output.print_result(result, figures.report, as_json=arguments.json)
     if draws:
         result.report(arguments.html)
     if arguments.html and not arguments.json:

@@ -69,7 +69,7 @@ def fill_standard_streams() -> None:
 
 
 def is_of_output(error: OSError) -> bool:
-    """Whether it is standard output that failed: its reader went away, or the disk that it leads to is full."""
+    """True if standard output failed: its reader went away, or the disk that it is redirected to is full."""
     if isinstance(error, BrokenPipeError):
         return True
     try:
@@ -146,6 +146,14 @@ def print_report(report: Report, *, stderr: bool = False) -> None:
     from memfit.reports.terminal import render_report
 
     show(render_report(report), stderr=stderr)
+
+
+def print_result(result: Any, report: Callable[[Any], Report], *, as_json: bool) -> None:
+    """Writes a result as JSON or as its report."""
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_report(report(result))
 
 
 def show(renderable: "RenderableType", *, stderr: bool = False) -> None:

@@ -17,7 +17,6 @@ input, 130 interrupted; with --script also 4 and 5, as for `memfit dryrun`
 """
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -78,11 +77,7 @@ class _Script(argparse.Action):
     """Stores the script, and the TARGET that stood before it: what follows `--` behind it ends up as one as well."""
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *option_string: str | None
     ) -> None:
         namespace.script = values
         namespace.target_before_script = namespace.target

@@ -40,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rescue", action="store_true", help="retry operations that run out of memory, from the first attempt on"
     )
     parser.add_argument("--verbose", action="store_true", help="show the script's whole traceback where memory ran out")
-    parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
-    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     targets.add_script_arguments(parser)
 
 

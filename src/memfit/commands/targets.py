@@ -55,6 +55,7 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
     kept = "the loop holds the model's outputs until it has the next"
     parser.add_argument("--keep-outputs", action="store_true", default=None, help=kept)
     if not of_plan:
+        parser.add_argument("--compile", action="store_true", default=None, help="torch.compile compiles the model")
         buckets = "devices of DistributedDataParallel, which copies gradients into buckets"
         parser.add_argument("--ddp", type=int, metavar="N", help=buckets)
     if of_one_size and not of_plan:
@@ -81,11 +82,7 @@ class _Devices(argparse.Action):
     """Collects devices, given one after the other or with commas between."""
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *option_string: str | None
     ) -> None:
         names = [name.strip() for name in str(values).split(",")]
         if not all(names):
@@ -121,7 +118,9 @@ def _as_name(given: str) -> str:
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that name a script or module and give it the rest of the line."""
+    """Where the result goes, and what names a script or module and gives it the rest of the line."""
+    parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as `python -m` does"
     )
@@ -186,6 +185,9 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
         changes["mode"] = "inference"
     if getattr(arguments, "keep_outputs", False):
         changes["keep_outputs"] = True
+    if getattr(arguments, "compile", False):
+        # A mode that the job names itself stays.
+        changes["compile"] = job.compile or True
     if getattr(arguments, "ddp", None) is not None:
         changes["data_parallel"] = arguments.ddp
     if getattr(arguments, "workers", None) is not None:

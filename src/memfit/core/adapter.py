@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from memfit.core.device import Device
 from memfit.core.errors import BadInput
-from memfit.core.guarding import BatchSize, Blame, Fallbacks, OutOfMemory, Splitting
+from memfit.core.guarding import BatchSize, Blame, Fallbacks, MemoryFailure, Splitting
 from memfit.core.job import Job
 from memfit.core.plan import Plan
 from memfit.core.profile import Measurement, Profile
@@ -120,7 +120,7 @@ class GuardedLoop(Protocol):
     def fallbacks(self) -> Fallbacks:
         """What can be tried where memory runs out."""
 
-    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> MemoryFailure | None:
         """Runs the step in work once; what ran out.
 
         Args:
@@ -151,7 +151,7 @@ class GuardedLoop(Protocol):
         """What differs from the step with the whole batch at once, or ""."""
         return ""
 
-    def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
+    def explain(self, failure: MemoryFailure, settings: Settings, why_whole: str) -> str:
         """What was tried, what would be needed and what to do, where nothing is left to try."""
 
     # Plans and findings.
@@ -179,7 +179,7 @@ class GuardedLoop(Protocol):
         return True
 
     def is_at(self, mark: Any) -> bool:
-        """Whether it is still there, so that a checkpoint of that update can be written."""
+        """True while the loop is still at `mark`, so that a checkpoint of that update can be written."""
         return True
 
     @property
@@ -196,7 +196,7 @@ class GuardedLoop(Protocol):
         raise BadInput(f"there are no checkpoints of {self.model_name}.")
 
     def resumed(self, directory: Path) -> Sequence[str]:
-        """What to say after `read_state`."""
+        """Messages to log after `read_state`."""
         return ()
 
     def close(self) -> None:

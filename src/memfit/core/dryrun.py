@@ -9,15 +9,14 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from memfit.core.device import Device, Origin
 from memfit.core.estimate import Estimate
 from memfit.core.profile import Work
 from memfit.core.replay import AllocatorOptions, OutOfMemory
-from memfit.core.reporters import Reporters
+from memfit.core.reporters import Reported, Reporters
 from memfit.core.settings import Settings
-from memfit.core.shown import Shown
 from memfit.core.timeline import Phase
 from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.core.units import format_size
@@ -151,15 +150,8 @@ class DryRunOptions:
     quiet_output: bool = False
 
 
-def _describe(run: "DryRun") -> str:
-    return f"{run.script}: {run.outcome} after {run.num_steps} steps"
-
-
-reporters: Reporters["DryRun"] = Reporters(_describe)
-
-
 @dataclass(frozen=True, slots=True, repr=False)
-class DryRun(Shown):
+class DryRun(Reported):
     """How a script fared on a simulated device.
 
     Args:
@@ -184,7 +176,10 @@ class DryRun(Shown):
         module: whether `script` is the name of a module, as for `python -m`.
         processes: what each process of the script held on the device when all together held most, where there are
             several; by name, in the order in which they began.
+        num_compiled: graphs that `torch.compile` made of it, on shapes.
     """
+
+    reporters: ClassVar = Reporters[Any]()
 
     script: str
     arguments: tuple[str, ...]
@@ -205,18 +200,12 @@ class DryRun(Shown):
     suspicion: str = ""
     module: bool = False
     processes: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return reporters.describe(self)
+    num_compiled: int = 0
 
     def summary(self) -> str:
         """How it ended, and the peak."""
         peak = "" if self.estimate is None else f", {format_size(self.estimate.peak_bytes)}"
         return f"of {self.script}: {self.outcome} after {self.num_steps} steps{peak}"
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes the self-contained HTML page of this run, whole or not at all."""
-        reporters.report(self, path)
 
     @property
     def fatal(self) -> Failure | None:
@@ -292,6 +281,7 @@ class Request:
     settings: Settings | None = None
     # whether the micro-batches of the settings make up one update; each makes one of its own otherwise
     accumulates: bool = True
+    compiles: bool = True  # compile what the script has compiled; it runs as it is otherwise
     watch: bool = False  # tell what else the run shows of the program, the work of its operators included
     # run the script, which trains with Keras, until its first `fit`, and estimate a step of that
     until_fit: bool = False
@@ -300,7 +290,7 @@ class Request:
     layers: tuple[str, ...] = ()
 
     def after(self, seen: Seen, loader_ordinal: int | None) -> "Request":
-        """The same question, knowing what a first run has seen of the script's batches."""
+        """The request of a later run, with what the first run has seen of the script's batches."""
         return replace(self, loader_ordinal=loader_ordinal, batch_lines=seen.batch_lines, batch_size=seen.batch_size)
 
     @property

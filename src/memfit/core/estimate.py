@@ -1,17 +1,15 @@
 """The answer of `memfit.estimate`: what a step needs, where it goes, and how sure that is."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadInput
 from memfit.core.replay import Replay
-from memfit.core.reporters import Reporters
-from memfit.core.shown import Shown
+from memfit.core.reporters import Reported, Reporters
 from memfit.core.spread import Spread, cache_spread, capacity_width, combined, probability
 from memfit.core.timeline import Block, Timeline
 from memfit.core.typed_data import checked, header, made_of, reading
@@ -26,13 +24,6 @@ PAGED_STATE = "paged optimizer state (simulated)"
 CACHED = "allocator rounding, cache and fragmentation"
 ROOT_MODULE = "(model)"
 UNKNOWN_SOURCE = "(framework)"
-
-
-def _describe(estimate: "Estimate") -> str:
-    return f"{estimate.subject}: {format_size(estimate.peak_bytes)} on {estimate.device.title}"
-
-
-reporters: Reporters["Estimate"] = Reporters(_describe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +44,7 @@ class Note:
 AT_MOST = "peak-at-most"
 """Code of the note that tensors at the peak are as large as they can be."""
 
+NOT_COMPILED = "not-compiled"
 CACHE_RELEASED = "cache-released"
 """Code of the note that the allocator had to give back its cache."""
 
@@ -115,7 +107,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate(Shown):
+class Estimate(Reported):
     """Peak memory of one training or inference step on a device.
 
     Args:
@@ -141,6 +133,8 @@ class Estimate(Shown):
         other_bytes: what other processes held on the device when all together held most; the timeline is that of one.
     """
 
+    reporters: ClassVar = Reporters[Any]()
+
     subject: str
     device: Device
     mode: str
@@ -165,26 +159,19 @@ class Estimate(Shown):
     vary: Callable[[], Sequence[Replay]] | None = field(default=None, compare=False, repr=False)
     """Replays the step with other places and sizes of what libraries take; run when an interval is asked for."""
 
-    def __str__(self) -> str:
-        return reporters.describe(self)
-
     def summary(self) -> str:
         """The peak, the device, and whether it fits."""
         verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[self.fits]
         return f"of {self.subject}: {format_size(self.peak_bytes)} on {self.device.name}, {verdict}"
 
     def at_batch(self, batch_size: int) -> "Estimate":
-        """The same step at another batch size, without running it again where the traces at hand allow it."""
+        """The estimate at another batch size; the step is traced again only where the known traces don't suffice."""
         if self.rescale is None:
             raise BadInput(
                 "this estimate can't be moved to another batch size: its batch has no common first dimension, or it "
                 "was read from a file. Estimate the job again with the batch size wanted."
             )
         return self.rescale(batch_size)
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes the self-contained HTML page of this estimate, whole or not at all."""
-        reporters.report(self, path)
 
     @property
     def is_at_most(self) -> bool:
@@ -336,21 +323,11 @@ class Estimate(Shown):
     def from_json(cls, data: Any) -> "Estimate":
         """The estimate that `to_json` wrote, from its structure or its text."""
         with reading(data, "estimate", "an estimate") as plain:
-            estimate = made_of(
-                cls, {**_with_spreads(plain), "host": {"parts": plain["host"]}, "rescale": None, "vary": None}
-            )
+            given = {**plain, "host": {"parts": plain["host"]}, "rescale": None, "vary": None}
+            estimate = made_of(cls, given)
             # The timeline, which may be long, has been looked at.
             checked(replace(estimate, timeline=Timeline((), 0)), "an estimate")
             return estimate
-
-
-def _with_spreads(plain: dict[str, Any]) -> dict[str, Any]:
-    """A file's fields; where it was written before there were spreads, made of the two bounds that it has instead."""
-    if "certain_bytes" in plain or "lower_bytes" not in plain:
-        return plain
-    least, peak, most = (int(plain[name]) for name in ("lower_bytes", "peak_bytes", "upper_bytes"))
-    spread = Spread("bounds", max(0, peak - least), max(0, most - peak), "the file, of an earlier version")
-    return {**plain, "certain_bytes": least, "tight_bytes": least, "spreads": [asdict(spread)]}
 
 
 def _source_of(timeline: Timeline) -> Callable[[Block], str]:

@@ -16,7 +16,7 @@ NEVER = 2**62  # more steps than any run has
 
 @dataclass(frozen=True, slots=True)
 class GuardOptions:
-    """What a guard is rarely told.
+    """Options of a guard that are rarely needed.
 
     Args:
         scaler: a `torch.amp.GradScaler`, where the loss runs under float16 autocast.
@@ -72,7 +72,7 @@ class Where(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfMemory:
+class MemoryFailure:
     """One failure to get memory."""
 
     where: Where  # whose memory it was
@@ -144,7 +144,7 @@ class StepResult(Shown):
     skipped: bool
     settings: Settings
     approximate: str = ""
-    failures: tuple[OutOfMemory, ...] = ()
+    failures: tuple[MemoryFailure, ...] = ()
     extra_bytes: int = 0
 
     def summary(self) -> str:
@@ -172,7 +172,7 @@ class CannotFit(MemfitError):
 
     exit_code = 3
 
-    def __init__(self, message: str, failure: OutOfMemory | None = None) -> None:
+    def __init__(self, message: str, failure: MemoryFailure | None = None) -> None:
         super().__init__(message)
         self.failure = failure
 

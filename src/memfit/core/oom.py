@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from memfit.core.errors import MemfitError
-from memfit.core.guarding import OutOfMemory, Where
+from memfit.core.guarding import MemoryFailure, Where
 
 _IMPOSSIBLE_BYTES = 2**60
 # Deeper chains of causes are loops or noise.
@@ -60,7 +60,7 @@ def read_sizes(text: str) -> Sizes:
 
 
 def _read_mps_sizes(text: str) -> Sizes:
-    """As Apple's devices say it: what is used, and what may be."""
+    """Sizes in a message of Apple's MPS backend: requested, free and total bytes."""
     used = _MPS.search(text)
     if used is None:
         return read_sizes(text)
@@ -69,7 +69,7 @@ def _read_mps_sizes(text: str) -> Sizes:
 
 
 def _read_tensor_size(text: str) -> Sizes:
-    """As TensorFlow says it: the shape of a tensor, or a number of bytes."""
+    """Requested bytes in a message of TensorFlow, which gives a tensor's shape or a number of bytes."""
     shape = _SHAPE.search(text)
     if shape is None:
         return read_sizes(text)
@@ -96,7 +96,7 @@ _BY_TEXT = ("RuntimeError", "ImportError", "SystemError", "tensorflow.OpError")
 class Entry(NamedTuple):
     """One way to report that memory ran out."""
 
-    source: str  # who reports it, as in `OutOfMemory`
+    source: str  # who reports it, as in `MemoryFailure`
     where: Where | None  # whose memory; None: the device's where the text names one, otherwise the host's
     text: re.Pattern[str]  # found in the message
     types: tuple[str, ...]
@@ -194,7 +194,7 @@ _CAUGHT = re.compile(r"^Caught (\w+) in ", re.MULTILINE)
 _LAST_LINE = re.compile(r"^([A-Za-z_][\w.]*)(?:: ([\s\S]*))?\Z", re.MULTILINE)
 
 
-def recognise(error: BaseException) -> OutOfMemory | None:
+def recognise(error: BaseException) -> MemoryFailure | None:
     """What ran out, if `error` or one that led to it is a failure to get memory; None for everything else.
 
     >>> recognise(MemoryError()).source
@@ -215,7 +215,7 @@ def recognise(error: BaseException) -> OutOfMemory | None:
     return None
 
 
-def caught(action: Callable[[], object]) -> OutOfMemory | None:
+def caught(action: Callable[[], object]) -> MemoryFailure | None:
     """What ran out in an action, whose frames no longer hold anything then; any other exception goes on."""
     try:
         action()
@@ -253,7 +253,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             left.append(link.__context__)
 
 
-def _recognise_one(error: BaseException) -> OutOfMemory | None:
+def _recognise_one(error: BaseException) -> MemoryFailure | None:
     text, types = str(error), {_name(kind) for kind in type(error).__mro__}
     if type(error).__name__ == "AcceleratorError" and getattr(error, "error_code", None) == 2:
         # PyTorch's; it carries the number of the CUDA error, and 2 is cudaErrorMemoryAllocation.
@@ -264,7 +264,7 @@ def _recognise_one(error: BaseException) -> OutOfMemory | None:
         if error.errno == errno.ENOMEM or getattr(error, "winerror", None) in (8, 1455):
             types.add("MemoryError")
         elif error.errno == errno.ENOSPC and str(error.filename or "").startswith("/dev/shm"):
-            return OutOfMemory(_HOST, "shared memory", text=text)
+            return MemoryFailure(_HOST, "shared memory", text=text)
         elif error.errno is None:
             # It comes from a library.
             types.add("RuntimeError")
@@ -293,7 +293,7 @@ def _of_other_process(name: str, text: str) -> tuple[str, set[str]]:
     return (last[2] or "") if last is not None else "", types
 
 
-def _look_up(text: str, types: set[str]) -> OutOfMemory | None:
+def _look_up(text: str, types: set[str]) -> MemoryFailure | None:
     if IMPOSTORS.search(text):
         return None
     for entry in TABLE:
@@ -306,5 +306,5 @@ def _look_up(text: str, types: set[str]) -> OutOfMemory | None:
         where = entry.where or (_DEVICE if _NAMED_DEVICE.search(text) else _HOST)
         # The line in which the match ends; the first, where the type alone has said it.
         line = text[text.rfind("\n", 0, match.end()) + 1 :] if match[0] else text.lstrip()
-        return OutOfMemory(where, entry.source, *sizes, line.partition("\n")[0].strip())
+        return MemoryFailure(where, entry.source, *sizes, line.partition("\n")[0].strip())
     return None

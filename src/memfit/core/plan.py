@@ -3,14 +3,13 @@
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from memfit.core.device import Device, Origin
 from memfit.core.errors import BadFile, MemfitError
 from memfit.core.estimate import Estimate, Note
-from memfit.core.reporters import Reporters, not_there, written
+from memfit.core.reporters import Reported, Reporters, not_there, written
 from memfit.core.settings import Keeps, Settings
-from memfit.core.shown import Shown
 from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.core.units import format_size
 
@@ -64,7 +63,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A move that was not considered, and why; `allowed_by` is the word in `allow` that lets it in all the same."""
+    """A move that was not considered, and why; `allowed_by` is the word in `allow` that permits it."""
 
     name: str
     reason: str
@@ -100,17 +99,17 @@ class _Actions(Reporters["Plan"]):
     """What a plan does beyond holding figures; set by the part that knows frameworks and reports."""
 
     def __init__(self) -> None:
-        super().__init__(lambda plan: f"{plan.subject}: {format_size(plan.after.peak_bytes)}")
-        self.code: Callable[[Plan], str] = self.late("code", not_there)
-        self.apply: Callable[[Plan, Any, Any], Any] = self.late("apply", not_there)
-        self.write_json: Callable[[dict[str, Any], str], object] = self.late("write_json", not_there)
+        super().__init__()
+        self.code: Callable[[Plan], str] = not_there
+        self.apply: Callable[[Plan, Any, Any], Any] = not_there
+        self.write_json: Callable[[dict[str, Any], str], object] = not_there
 
 
 actions = _Actions()
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Shown):
+class Plan(Reported):
     """How to run a step so that it fits, as fast as is known.
 
     Args:
@@ -135,6 +134,8 @@ class Plan(Shown):
         estimate_after: the same of the planned step.
     """
 
+    reporters: ClassVar = actions
+
     subject: str
     device: Device
     budget_bytes: int
@@ -153,9 +154,6 @@ class Plan(Shown):
     fit_probability: float | None = None
     estimate_before: Estimate | None = field(default=None, compare=False)
     estimate_after: Estimate | None = field(default=None, compare=False)
-
-    def __str__(self) -> str:
-        return actions.describe(self)
 
     def summary(self) -> str:
         """The peak, the budget, the device, and how much it takes to get there."""
@@ -198,10 +196,6 @@ class Plan(Shown):
     def code(self) -> str:
         """The few plain lines of the framework that do the same without memfit."""
         return actions.code(self)
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes the self-contained HTML page of this plan, whole or not at all."""
-        actions.report(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, whole or not at all."""

@@ -5,6 +5,7 @@ Each framework's `internals.py` is the one place that uses them.
 
 import importlib
 import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,17 @@ class PrivateNames:
             except (ImportError, AttributeError):
                 continue
         raise self.gone(places[0].replace(":", "."))
+
+    def table(self, paths: Mapping[str, str], known: dict[str, Any]) -> Callable[[str], Any]:
+        """The `__getattr__` of a module: looks a name of `paths` up when it is first used, and keeps it in `known`."""
+
+        def look_up(name: str) -> Any:
+            if name not in paths:
+                raise AttributeError(f"{self.framework} is used by no attribute {name!r} here")
+            value = known[name] = self.find(paths[name])
+            return value
+
+        return look_up
 
     def of(self, owner: Any, name: str) -> Any:
         """An attribute of an object of the framework."""

@@ -17,8 +17,8 @@ from memfit.core.timeline import Phase, Timeline
 class Work:
     """One operator of the step, "aten.mm" for example; in the backward pass it belongs to its forward one's module.
 
-    It has no `flops` where it only moves data. `dtype` is that of its first floating-point input, or "". What `sizes`
-    hold depends on the operator, and decides with the rest how long it takes (`memfit.timing`); where empty, its kernel
+    `flops` is 0 if it only moves data. `dtype` is that of its first floating-point input, or "". What `sizes` hold
+    depends on the operator, and decides with the rest how long it takes (`memfit.timing`); where empty, its kernel
     isn't known more closely.
 
     - Matrix products: matrices in the batch, rows, columns, and the length of the dimension that is summed up.

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from memfit.core.errors import BadFile
+from memfit.core.shown import Shown
 
 Result = TypeVar("Result")
 
@@ -26,33 +27,30 @@ def written(write: Callable[[], object], what: str, path: str | os.PathLike[str]
 
 
 class Reporters(Generic[Result]):
-    """What `print(result)` and `result.report(path)` do.
+    """What `print(result)` and `result.report(path)` do; a line about the result until something better is set."""
 
-    Args:
-        describe: a line about the result, until something better is known.
-    """
+    def __init__(self) -> None:
+        self.describe: Callable[[Result], object] = repr
+        self.write_page: Callable[[Result, str], object] = not_there
 
-    load: ClassVar[Callable[[], object]] = staticmethod(lambda: None)
-    """Loads the parts that set what results do: a result may come from a file, with none of them loaded."""
-
-    def __init__(self, describe: Callable[[Result], str]) -> None:
-        self.describe: Callable[[Result], str] = self.late("describe", describe)
-        self.write_page: Callable[[Result, str], object] = self.late("write_page", not_there)
-
-    def late(self, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        """What an attribute is until it is set: loads whoever sets it, and calls that, or `otherwise` without it."""
-
-        def call(*arguments: Any) -> Any:
-            Reporters.load()
-            known = getattr(self, name)
-            return (otherwise if known is call else known)(*arguments)
-
-        return call
-
-    def use(self, describe: Callable[[Result], str], write_page: Callable[[Result, str], object]) -> None:
+    def use(self, describe: Callable[[Result], object], write_page: Callable[[Result, str], object]) -> None:
         """Sets what is called."""
         self.describe, self.write_page = describe, write_page
 
     def report(self, result: Result, path: str | os.PathLike[str]) -> None:
         """Writes the page of a result, whole or not at all; raises BadFile where that can't be."""
         written(lambda: self.write_page(result, os.fspath(path)), "page", path)
+
+
+class Reported(Shown):
+    """A result that `print` shows as its report, and that writes itself as a page."""
+
+    __slots__ = ()
+    reporters: ClassVar[Reporters[Any]]
+
+    def __str__(self) -> str:
+        return str(self.reporters.describe(self))
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the self-contained HTML page of this result, whole or not at all."""
+        self.reporters.report(self, path)

@@ -41,7 +41,7 @@ class BatchStream(DividedStream, Protocol):
         """Batches of a whole epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of the epoch."""
+        """The rest of the epoch, batch by batch."""
 
     def parallel(self, num_workers: int) -> Iterator[Any]:
         """The same, made by worker processes."""

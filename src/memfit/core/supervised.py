@@ -1,12 +1,10 @@
 """The answer of `memfit.run`: how a script fared under supervision, attempt by attempt, and its memory over time."""
 
-import os
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
-from memfit.core.reporters import Reporters
-from memfit.core.shown import Shown
+from memfit.core.reporters import Reported, Reporters
 from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.core.units import format_size
 
@@ -125,15 +123,8 @@ class Mark:
     text: str  # what
 
 
-def _describe(run: "SupervisedRun") -> str:
-    return f"{run.script}: {run.outcome} after {len(run.attempts)} attempts"
-
-
-reporters: Reporters["SupervisedRun"] = Reporters(_describe)
-
-
 @dataclass(frozen=True, slots=True, repr=False)
-class SupervisedRun(Shown):
+class SupervisedRun(Reported):
     """How a script fared under supervision.
 
     Args:
@@ -152,6 +143,8 @@ class SupervisedRun(Shown):
         notes: what the user should know beside that.
     """
 
+    reporters: ClassVar = Reporters[Any]()
+
     script: str
     arguments: tuple[str, ...]
     attempts: tuple[Attempt, ...]
@@ -165,9 +158,6 @@ class SupervisedRun(Shown):
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return reporters.describe(self)
-
     def summary(self) -> str:
         """How it ended, and the peak."""
         peak = "" if self.peak is None else f", peak {format_size(self.peak.held_bytes)}"
@@ -178,10 +168,6 @@ class SupervisedRun(Shown):
         """The process that held most in any attempt, and when; None where nothing was seen."""
         peaks = [attempt.peak for attempt in self.attempts if attempt.peak is not None]
         return max(peaks, key=lambda peak: peak.held_bytes or 0, default=None)
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes the self-contained HTML page of this run, whole or not at all."""
-        reporters.report(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""

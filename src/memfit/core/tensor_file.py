@@ -142,11 +142,11 @@ class TensorFile:
         return list(self._stored)
 
     def dtype(self, name: str) -> str:
-        """As the file says; bytes for a type that the format lacks."""
+        """The dtype of a tensor in the file; that of bytes for a dtype that the format lacks."""
         return self._stored[name].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As the file says; one more dimension for a type that the format lacks."""
+        """The shape of a tensor in the file; with one more dimension for a dtype that the format lacks."""
         return self._stored[name].shape
 
     def shape_as(self, name: str, dtype: str, item_bytes: int) -> tuple[int, ...]:

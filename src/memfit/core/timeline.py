@@ -17,7 +17,7 @@ from memfit.core.units import format_size
 
 
 class Category(StrEnum):
-    """What a block is for."""
+    """The purpose of a block of memory."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"

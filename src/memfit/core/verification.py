@@ -94,7 +94,7 @@ def _error(predicted: int | None, measured: int | None) -> float | None:
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
-reporters: Reporters["Verification"] = Reporters(lambda verification: verification.summary())
+reporters: Reporters["Verification"] = Reporters()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -120,7 +120,7 @@ class Verification(Shown):
     num_left_out: int = 0
 
     def __str__(self) -> str:
-        return reporters.describe(self)
+        return str(reporters.describe(self))
 
     def summary(self) -> str:
         """How far predictions were off at most."""

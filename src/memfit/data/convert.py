@@ -67,7 +67,7 @@ class Conversion(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """The result as JSON."""
         head = {"format": "memfit conversion", "version": 1, "origin": "measured"}
         return {**head, **asdict(self), **self.totals}
 

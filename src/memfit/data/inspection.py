@@ -115,7 +115,7 @@ class Inspection(Shown):
         return f"of {self.name}: {self.num_samples} samples of {first.name} {first.dtype} {list(first.shape)}{more}"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; sizes and shapes are measured, a look at the values is of a sample of them."""
+        """The result as JSON; sizes and shapes are measured, values are looked at in a sample of the data."""
         origins = {
             "disk_bytes": "measured",
             "loaded_bytes": "computed",

@@ -59,7 +59,7 @@ class Speed(Shown):
         return self.bytes_per_second / self.raw_bytes_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """The result as JSON."""
         head = {"format": "memfit data speed", "version": 1, "origin": "measured"}
         return {**head, **asdict(self), "ratio": self.ratio}
 

@@ -165,7 +165,7 @@ class Stream:
         return self._run(epoch, self._read(0, 1, start=self._start))
 
     def parallel(self, num_workers: int) -> Iterator[Any]:
-        """The same as by iterating, made by processes: an epoch."""
+        """An epoch, as iterating gives it, made by worker processes."""
         epoch = self._begin()
         try:
             batches = WorkerBatches(self, num_workers, limit_bytes=self.in_flight_bytes)

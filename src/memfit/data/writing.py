@@ -39,7 +39,7 @@ _KINDS = {".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet", 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be written."""
+    """The data set to write: format, fields and chunks."""
 
     kind: str  # "npy", "folder", "hdf5" or "parquet"
     fields: tuple[Field, ...]  # as they are written

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from memfit.core.errors import MemfitError
-from memfit.core.guarding import BadCheckpoint, BatchSize, Fallbacks, OutOfMemory
+from memfit.core.guarding import BadCheckpoint, BatchSize, Fallbacks, MemoryFailure
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
 from memfit.core.typed_data import Count, mismatch
 
@@ -110,7 +110,7 @@ class Attempts:
             is_between = bad is not None and most < bad * _NEAR and most * 2 >= bad
             self._bounds.most = (most + bad) / 2 if bad is not None and is_between else most * 2
 
-    def failed(self, size: BatchSize, failure: OutOfMemory, *, in_update: bool, num_halvings: int = 1) -> bool:
+    def failed(self, size: BatchSize, failure: MemoryFailure, *, in_update: bool, num_halvings: int = 1) -> bool:
         """A step ran out of memory; whether there is something else to try, which `settings` then gives.
 
         In the update smaller micro-batches don't help; elsewhere it takes at least so many halvings of them.
@@ -332,7 +332,7 @@ def key_of(parts: Iterable[object]) -> str:
 class Ceilings:
     """The findings of earlier runs, in a small JSON file in a folder; without one nothing is kept.
 
-    It only ever saves time: whatever is wrong with the file, it counts as empty.
+    Its only use is to save time, so a file that can't be read counts as empty.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:

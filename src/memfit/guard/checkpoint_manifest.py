@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The list of a checkpoint's files, with step and metadata."""
 
     number: int  # counts the checkpoints of a folder in the order in which they were written
     step: int  # updates of the parameters that had been made

@@ -64,7 +64,7 @@ class Checkpointing:
         return None if self._folder is None else self._folder.path
 
     def is_due(self, update: int) -> bool:
-        """Whether it is time for one, after so many updates."""
+        """True if a checkpoint is due after this number of updates."""
         if self._folder is None:
             return False
         if self._every is not None:

@@ -390,7 +390,7 @@ class Folder:
         return True
 
     def _sweep(self, written: str = "") -> bool:
-        """Removes damaged checkpoints and what dead writers left; whether there were any. What isn't known stays.
+        """Removes damaged checkpoints and what dead writers left; whether there were any. What others wrote stays.
 
         What has just been written stays too, whatever a file system that is shared shows of it so soon.
         """

@@ -19,7 +19,7 @@ from memfit.catalogue.host import host_memory_bytes
 from memfit.core import env, run_events
 from memfit.core.adapter import GuardedLoop
 from memfit.core.errors import BadInput, MemfitError
-from memfit.core.guarding import AUTO, BatchSize, Blame, BrokenUpdate, CannotFit, GuardOptions, OutOfMemory
+from memfit.core.guarding import AUTO, BatchSize, Blame, BrokenUpdate, CannotFit, GuardOptions, MemoryFailure
 from memfit.core.plan import Plan, PlanNotFound
 from memfit.core.settings import Settings
 from memfit.core.units import format_size, parse_size
@@ -143,18 +143,18 @@ class Driver:
         if self.loop.broken:
             raise BrokenUpdate(self.loop.broken)
 
-    def step(self, batch: Any) -> list[OutOfMemory]:
+    def step(self, batch: Any) -> list[MemoryFailure]:
         """Runs the step of a batch that the loop has been given, as often as it takes; what ran out on the way."""
         if self._key is None:
             self._begin(batch)
         return self.run(batch)
 
-    def run(self, batch: Any) -> list[OutOfMemory]:
-        """The same without what comes before the first step."""
+    def run(self, batch: Any) -> list[MemoryFailure]:
+        """As `step`, without the preparations for the first step."""
         loop = self.loop
         size = BatchSize(None) if self._attempts is None else loop.size_of(batch)
         self._check_splitting(size)
-        failures: list[OutOfMemory] = []
+        failures: list[MemoryFailure] = []
         while True:
             try:
                 failure = loop.attempt(self.settings_of, again=bool(failures))
@@ -205,7 +205,7 @@ class Driver:
         self.say(f"{error} The guard continues without it.")
         return True
 
-    def recover(self, failure: OutOfMemory) -> None:
+    def recover(self, failure: MemoryFailure) -> None:
         """Everything back, and what to try next; raises where nothing is left."""
         loop = self.loop
         try:
@@ -222,7 +222,7 @@ class Driver:
             raise CannotFit(text, failure)
         self._agree()
 
-    def note_failure(self, failure: OutOfMemory) -> None:
+    def note_failure(self, failure: MemoryFailure) -> None:
         """Tells the supervisor what ran out."""
         asked = failure.requested_bytes
         source, text = failure.source, failure.text
@@ -356,7 +356,7 @@ class Driver:
             self.save()
 
     def save_last_alone(self) -> None:
-        """The same where no other process would have to take part, which may not come by here."""
+        """As `save_last`, for a run of one process: other ranks would have to take part, and may not come by here."""
         if self.loop.ranks.num_ranks == 1:
             self.save_last()
 

@@ -46,7 +46,7 @@ class Possession:
         return self._process == os.getpid()
 
     def take(self) -> None:
-        """Makes the folder and takes it; an OSError (EBUSY) where somebody else has it."""
+        """Makes the folder and takes it; an OSError (EBUSY) where another process or guard has it."""
         self._path.mkdir(parents=True, exist_ok=True)
         if self.is_held:
             # Whoever in this process opens and closes the lock's file, as a copy of the folder does, undoes the lock.

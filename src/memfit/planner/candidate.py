@@ -28,7 +28,7 @@ class Candidate:
     variant: Any = None
 
 
-class Search(Protocol):
+class CandidateSearch(Protocol):
     """The candidates for one step, and what was learned of some."""
 
     has_times: bool = True

@@ -18,7 +18,7 @@ from memfit.core.progress import doing
 from memfit.core.settings import Settings, Weighting
 from memfit.core.timeline import Category
 from memfit.core.units import format_size
-from memfit.planner.candidate import Candidate, Search, undominated
+from memfit.planner.candidate import Candidate, CandidateSearch, undominated
 from memfit.planner.moves import CHECKPOINT, EXPANDABLE, MICRO_BATCH, QLORA, SET_TO_NONE, label, used_moves
 
 # Of a peak that is partly computed: runs have needed up to 8% more.
@@ -119,7 +119,7 @@ class Question:
 
     @property
     def budget_bytes(self) -> int:
-        """What the step may take."""
+        """Bytes that the step may use."""
         assert self.target.usable_bytes is not None
         return self.target.usable_bytes
 
@@ -161,7 +161,7 @@ class Planner:
     when the planning began, on `time.perf_counter`.
     """
 
-    def __init__(self, question: Question, open_search: Callable[[Estimate], Search], started: float) -> None:
+    def __init__(self, question: Question, open_search: Callable[[Estimate], CandidateSearch], started: float) -> None:
         self._question = question
         self._open = open_search
         self._started = started
@@ -194,7 +194,7 @@ class Planner:
         question = self._question
         return bool(proof.estimate.fits) and proof.needed_bytes - question.context_bytes <= question.usable_bytes
 
-    def _prove_best(self, search: Search, best: _Proof | None = None) -> _Proof | None:
+    def _prove_best(self, search: CandidateSearch, best: _Proof | None = None) -> _Proof | None:
         """The fastest candidate that is proven to fit; `best` where none is faster."""
         question = self._question
         for _ in range(question.num_proofs):
@@ -208,7 +208,7 @@ class Planner:
                 best = proof
         return best
 
-    def _prove_smallest(self, search: Search) -> _Proof | None:
+    def _prove_smallest(self, search: CandidateSearch) -> _Proof | None:
         """Settings that fit after all, or those that need least of everything that was traced."""
         for _ in range(_NUM_SMALLEST):
             failed = False
@@ -222,7 +222,7 @@ class Planner:
         traced = [proof for proof in self._proofs.values() if proof is not None]
         return min(traced, key=lambda proof: proof.estimate.peak_bytes, default=None)
 
-    def _prove(self, candidate: Candidate, search: Search) -> _Proof | None:
+    def _prove(self, candidate: Candidate, search: CandidateSearch) -> _Proof | None:
         """A trace with the settings applied; None when they can't be run."""
         question, settings = self._question, candidate.settings
         if settings not in self._proofs:
@@ -257,7 +257,7 @@ class Planner:
         other = _Proof(replace(proof.candidate, settings=expanded), *question.estimator.with_settings(expanded))
         return other if other.estimate.reserved_peak_bytes < proof.estimate.reserved_peak_bytes else proof
 
-    def _fastest_timed(self, best: _Proof, search: Search) -> _Proof:
+    def _fastest_timed(self, best: _Proof, search: CandidateSearch) -> _Proof:
         """Of the plan and those that are computed to take about as long, the one that is fastest when really run."""
         question = self._question
         assert question.time_plans is not None
@@ -294,7 +294,7 @@ class Planner:
         self._was_timed = True
         return replace(proof, candidate=candidate)
 
-    def _plan(self, proof: _Proof, search: Search, before: Estimate) -> Plan:
+    def _plan(self, proof: _Proof, search: CandidateSearch, before: Estimate) -> Plan:
         question, chosen = self._question, proof.candidate
         settings = question.as_planned(chosen.settings)
         if settings.micro_batches > 1 and question.batch_size:
@@ -331,7 +331,7 @@ class Planner:
             estimate_after=proof.estimate,
         )
 
-    def _moves(self, proof: _Proof, search: Search, before: Estimate) -> tuple[PlannedMove, ...]:
+    def _moves(self, proof: _Proof, search: CandidateSearch, before: Estimate) -> tuple[PlannedMove, ...]:
         question, chosen = self._question, proof.candidate
         moves = []
         for move in used_moves(
@@ -350,7 +350,7 @@ class Planner:
         return tuple(sorted(moves, key=lambda move: -move.saves_bytes))
 
     def _saved(
-        self, name: str, proof: _Proof, without: Candidate, search: Search, before: Estimate
+        self, name: str, proof: _Proof, without: Candidate, search: CandidateSearch, before: Estimate
     ) -> tuple[int, Origin]:
         """(bytes that a move saves, how that is known): by a trace without it, where there is one or it is quick."""
         question, settings = self._question, without.settings
@@ -372,13 +372,13 @@ class Planner:
         return round(difference * self._scale(proof, search)), Origin.SIMULATED if replayed else Origin.ASSUMED
 
     @staticmethod
-    def _scale(proof: _Proof, search: Search) -> float:
+    def _scale(proof: _Proof, search: CandidateSearch) -> float:
         """What the allocator made of computed bytes."""
         if search.computes_peaks:
             return 1.0
         return proof.estimate.reserved_peak_bytes / max(1.0, proof.candidate.computed_bytes)
 
-    def _front(self, proof: _Proof, search: Search, settings: Settings) -> tuple[Point, ...]:
+    def _front(self, proof: _Proof, search: CandidateSearch, settings: Settings) -> tuple[Point, ...]:
         """Computed points, on the scale of what the device must provide, and the proven one."""
         question, chosen, scale = self._question, proof.candidate, self._scale(proof, search)
         words = label(chosen.settings, question.plain)
@@ -430,7 +430,7 @@ class Planner:
             return f"a larger budget: {target.name} has more", name
         return f"a larger budget or device{words}", name
 
-    def _not_found(self, least: _Proof | None, search: Search, before: Estimate) -> PlanNotFound:
+    def _not_found(self, least: _Proof | None, search: CandidateSearch, before: Estimate) -> PlanNotFound:
         question = self._question
         budget = format_size(question.budget_bytes)
         if least is None:

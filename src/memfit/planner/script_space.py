@@ -30,7 +30,7 @@ from memfit.core.spread import spreads_of
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.core.units import format_size
 from memfit.planner import moves, timeline_moves
-from memfit.planner.candidate import Candidate, Search, front_of
+from memfit.planner.candidate import Candidate, CandidateSearch, front_of
 from memfit.planner.driver import NotProven, Patience, Question
 from memfit.planner.moves import (
     AUTOCAST,
@@ -296,7 +296,7 @@ class ScriptMemory:
         return timeline.peak()[1] + min(0, self._beside) + self._estimate.context_bytes
 
     def peak(self, settings: Settings) -> int:
-        """What the device must provide."""
+        """Bytes that the device must provide."""
         if settings not in self._peaks:
             timeline, options = self.timeline(settings)
             self._peaks[settings] = self._provided(timeline, replay(timeline, options))
@@ -324,7 +324,7 @@ class ScriptMemory:
         )
 
 
-class ScriptSearch(Search):
+class ScriptSearch(CandidateSearch):
     """The candidates for a script, of whose first run `seen` tells; a proof says how far off computed peaks are."""
 
     computes_peaks = True
@@ -425,13 +425,13 @@ class ScriptSearch(Search):
         return settings == AS_IT_IS
 
     def best(self, usable_bytes: float) -> Candidate | None:
-        """The fastest that fits by what proofs have said of computed peaks; None once a proof is good enough."""
+        """The fastest candidate whose peak, corrected by the proofs so far, fits; None once a proof is good enough."""
         if self._usable_bytes != usable_bytes:
             self._usable_bytes = self._target_bytes = usable_bytes
         return None if self._is_done or not self.may_run else self.fastest(self._target_bytes)
 
     def learn(self, candidate: Candidate, needed_bytes: float) -> None:
-        """Corrects what may be computed to be needed by what a run needed."""
+        """Corrects computed peaks by the peak of a run."""
         context, budget = self._context_bytes, self._usable_bytes + self._context_bytes
         ratio = (needed_bytes + context) / max(1, candidate.computed_bytes + context)
         corrected = int(budget / ratio) - context

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import product
 
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
-from memfit.planner.candidate import Candidate, Search, front_of
+from memfit.planner.candidate import Candidate, CandidateSearch, front_of
 from memfit.planner.memory import StepMemory, micro_size
 from memfit.planner.moves import EIGHT_BIT, FOREACH_OFF, FUSED, HOST_OPTIMIZER, STEP_IN_BACKWARD, used_moves
 from memfit.planner.selection import ModuleMoves, Selection
@@ -35,7 +35,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What may be chosen.
+    """The choices that a search combines.
 
     Args:
         variants: ways to compute the forward pass, the step as it is first.
@@ -113,7 +113,7 @@ def evaluate(variant: Variant, settings: Settings, batch_size: int | None) -> Ca
     return Candidate(settings, memory.peak(settings, batch_size), seconds, variant)
 
 
-class ProfiledSearch(Search):
+class ProfiledSearch(CandidateSearch):
     """Searches a space; the integer programmes of its combinations are kept between questions."""
 
     def __init__(self, space: Space, plain: Settings | None = None) -> None:

@@ -203,7 +203,7 @@ def lives(timeline: Timeline) -> list[Life]:
 
 
 def resized(life: Life, size_bytes: int) -> Life:
-    """The same life of a block of another size."""
+    """The life with a block of another size."""
     return life._replace(block=replace(life.block, size_bytes=size_bytes))
 
 
@@ -469,7 +469,7 @@ def _ending(situation: Situation, ends: dict[int, float], title: str, how: str, 
 
 
 def expand_segments(situation: Situation) -> Move | None:
-    """The same events, with segments that grow instead of new ones beside those that are half empty."""
+    """The same events, with segments that grow where the allocator would take new ones beside half-empty ones."""
     if situation.options.expandable_segments:
         return None
     title = "let the allocator grow its segments"

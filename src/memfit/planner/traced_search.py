@@ -17,7 +17,7 @@ from memfit.core.progress import doing
 from memfit.core.settings import Settings
 from memfit.core.step_facts import Part, StepFacts
 from memfit.core.timeline import Category
-from memfit.planner.candidate import Candidate, Search, possible_parts
+from memfit.planner.candidate import Candidate, CandidateSearch, possible_parts
 from memfit.planner.driver import Question
 from memfit.planner.moves import (
     APPROXIMATE,
@@ -78,7 +78,7 @@ class Speed:
 
 
 @dataclass(slots=True)
-class TracedSearch(Search):
+class TracedSearch(CandidateSearch):
     """Candidates for one step, and what traces have said of some.
 
     Args:

@@ -125,7 +125,7 @@ def explain(evidence: Evidence) -> Ending:
 
 
 def _was_refused_address_space(evidence: Evidence, error: dict[str, Any]) -> bool:
-    """Whether the limit was reached by what the script had mapped and not used, while it had memory left."""
+    """True if the limit was reached by address space that was mapped and not used, while memory was left."""
     most = evidence.ceiling.data_bytes
     if evidence.reserves or most is None or evidence.cannot_fit or error.get("source") in ("worker", "shared memory"):
         return False

@@ -41,7 +41,7 @@ _LEAST_CHANGE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What a script may have."""
+    """The memory limit of a script."""
 
     data_bytes: int | None  # RLIMIT_DATA of its process; None without a limit
     # what it follows from: the limit of the container or machine, or the budget; None if unknown
@@ -50,7 +50,7 @@ class Ceiling:
 
 
 def margin(limit_bytes: int) -> int:
-    """What is left free below a limit."""
+    """Bytes that stay free below a limit."""
     return max(_MIN_MARGIN_BYTES, int(limit_bytes * _MARGIN_SHARE))
 
 

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process holds."""
+    """Memory of a process."""
 
     anonymous_bytes: int  # memory of its own
     data_bytes: int  # data that it has mapped, used or not, which is what RLIMIT_DATA limits

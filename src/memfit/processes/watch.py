@@ -29,7 +29,7 @@ _MAX_SAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a watch has seen."""
+    """Peak memory and events of a watched process tree."""
 
     peak: ProcessMemory | None = None  # the process that held most, and when; None where nothing was seen
     last: ProcessMemory | None = None  # the script's own process when it was seen last; None where it never was
@@ -93,7 +93,7 @@ class Watch:
 
     @property
     def seen(self) -> Seen:
-        """What has been seen so far."""
+        """The figures so far."""
         return replace(self._seen, data_limit_bytes=self._limit.data_bytes)
 
     def _watch(self) -> None:
@@ -158,7 +158,7 @@ class Watch:
         self._follow(self._pid, self._limit, held)
 
     def _follow(self, pid: int, limit: FollowingLimit, held: Held) -> None:
-        """Keeps a process's limit, and stops the script where it has used more than it may all the same."""
+        """Adjusts a process's limit, and stops the script if it uses more than its budget anyway."""
         seconds = time.monotonic() - self._origin
         if limit.refuses_reservations(held):
             self._seen = replace(self._seen, refused_seconds=seconds)

@@ -190,6 +190,13 @@ def sum_up(notes: Iterable[Note]) -> str:
     return f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
 
 
+def shown_notes(notes: Sequence[Note], hidden: str = "") -> list[Note]:
+    """The notes but for those with the code `hidden`, with one for all values that were read from the device."""
+    summed_up = sum_up(notes)
+    shown = [note for note in notes if note.code not in (HARMLESS, hidden)]
+    return [*shown, Note(HARMLESS, summed_up)] if summed_up else shown
+
+
 def notes_of(results: Sequence[tuple[str, Sequence[Note]]]) -> list[Part]:
     """The notes of several results by name: once where one holds for all of them, with their names otherwise."""
     holds_for: dict[str, list[str]] = {}

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from memfit.core.errors import BadFile
 from memfit.core.replay import Replay
-from memfit.core.reporters import Reporters
-from memfit.core.shown import Shown
+from memfit.core.reporters import Reported, Reporters
 from memfit.core.timeline import Timeline
 from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.snapshots.alignment import align
@@ -37,7 +36,7 @@ _NUM_SIZES = 3
 
 
 class Kind(StrEnum):
-    """What is different."""
+    """Kinds of differences between a snapshot and a simulation."""
 
     MISSING = "missing"  # the device was asked for it, the simulation was not
     INVENTED = "invented"  # the simulation was asked for it, the device was not
@@ -72,15 +71,8 @@ class Levels:
     at_peak_bytes: int  # allocated at the moment of the device's peak
 
 
-def _describe(difference: "SnapshotDifference") -> str:
-    return difference.summary()
-
-
-reporters: Reporters["SnapshotDifference"] = Reporters(_describe)
-
-
 @dataclass(frozen=True, slots=True, repr=False)
-class SnapshotDifference(Shown):
+class SnapshotDifference(Reported):
     """A real device's history against a simulation.
 
     Args:
@@ -100,6 +92,8 @@ class SnapshotDifference(Shown):
         versions: of what the simulation ran with, such as {"torch": "2.9.0"}.
     """
 
+    reporters: ClassVar = Reporters[Any]()
+
     snapshot: str
     subject: str
     device: str
@@ -115,17 +109,10 @@ class SnapshotDifference(Shown):
     ends_early: bool
     versions: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return reporters.describe(self)
-
     def summary(self) -> str:
         """How much is the same."""
         real, simulated = self.real.num_allocations, self.simulated.num_allocations
         return f"{self.num_aligned:,} of {real:,} real and {simulated:,} simulated allocations aligned"
-
-    def report(self, path: str) -> None:
-        """Writes the self-contained HTML page, whole or not at all."""
-        reporters.report(self, path)
 
     @property
     def num_missing(self) -> int:

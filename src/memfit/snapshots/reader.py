@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
     @property
     def is_python(self) -> bool:
-        """Whether it is a line of a Python program."""
+        """True for a line of Python code."""
         return self.filename.endswith(".py") or self.filename.startswith("<")
 
 

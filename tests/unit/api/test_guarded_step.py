@@ -68,7 +68,7 @@ def test_where_there_is_no_room_hopeless_sizes_are_not_compiled(monkeypatch):
         if len(asked) == 1:
             raise NoRoom(wanted_bytes=100, free_bytes=30)
 
-    monkeypatch.setattr(loops.Room, "ask", ask)
+    monkeypatch.setattr(loops.MemoryRequest, "ask", ask)
     step(start(), step.init(start()), BATCH)
     assert step.tried == [2] and step.num_retries == 1 and set(step._loop._programs) == {6, 2}
 
@@ -83,7 +83,7 @@ def test_room_is_asked_for_where_an_update_is_not_made_in_place(monkeypatch):
         if len(arguments) == 3:
             raise NoRoom(wanted_bytes=100, free_bytes=30)
 
-    monkeypatch.setattr(loops.Room, "ask", ask)
+    monkeypatch.setattr(loops.MemoryRequest, "ask", ask)
     with pytest.raises(CannotFit, match="memory ran out in the update: a step that needs 100 bytes"):
         step(params, state, BATCH)
     assert not params["w"].is_deleted()

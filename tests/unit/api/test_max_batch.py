@@ -57,7 +57,7 @@ def test_a_size_above_one_that_does_not_fit_is_not_safe():
     start = dataclasses.replace(free, rescale=rescale)
 
     # WHEN the search comes upon it only beside the largest
-    found = _api._Search(start).run([16, 19, 20, 21, 24, 28, 30])
+    found = _api._BatchSearch(start).run([16, 19, 20, 21, 24, 28, 30])
 
     # THEN what lies above it fits, and isn't safe
     assert (found.batch_size, found.limit) == (19, 30)
@@ -72,10 +72,25 @@ def test_where_nothing_is_sure_the_limit_is_still_told():
     def rescale(size):
         return dataclasses.replace(free.rescale(size), spreads=anything)
 
-    found = _api._Search(dataclasses.replace(free, spreads=anything, rescale=rescale)).run([16, 64])
+    found = _api._BatchSearch(dataclasses.replace(free, spreads=anything, rescale=rescale)).run([16, 64])
 
     assert (found.batch_size, found.limit) == (None, 64)
     assert found.estimate.batch_size == found.limit
+
+
+def test_the_largest_batch_is_traced_itself():
+    # GIVEN a search that starts at 4 samples, whose sums don't take the buffers that those of hundreds do
+    device = dataclasses.replace(memfit.find_device("h100"), usable_bytes=2**30)
+
+    found = memfit.max_batch(jobs.transformer_job(4), device=device)
+
+    # THEN what it finds is what traces at those sizes say
+    sure, largest = (
+        memfit.estimate(jobs.transformer_job(size), device=device) for size in (found.batch_size, found.limit)
+    )
+    assert found.estimate.peak_bytes == sure.peak_bytes
+    assert sure.fit_probability >= 0.95
+    assert largest.fits
 
 
 def test_the_largest_batch_does_not_depend_on_where_the_search_starts():

@@ -26,7 +26,7 @@ def script(tmp_path):
         ({"device": "a100-40gb", "budget": "50GiB"}, r"the budget of 50.0 GiB is more than NVIDIA A100"),
         ({"device": "cpu"}, "only CUDA devices can be simulated for a script, but 'cpu' was given"),
         ({"device": "t4", "precision": "fp8"}, "precision of a script's plan must be 'keep' or 'auto'"),
-        ({"device": "t4", "steps": 0}, "steps must be at least 1, but 0 was given"),
+        ({"device": "t4", "options": PlanOptions(script_steps=0)}, "script_steps must be at least 1, but 0 was given"),
         ({"device": "t4", "count": 0}, "count must be at least 1, but 0 was given"),
         ({"device": "t4", "arguments": "--lr 1"}, r"arguments must be a list such as \['--lr', '1'\]"),
         ({"device": "t4", "allow": ["magic"]}, "'magic' is not something that can be allowed"),

@@ -214,6 +214,7 @@ def test_the_command_as_users_type_it(folder):
 INTERRUPTED = """
 import sys
 
+import memfit.api  # which says what runs a script
 from memfit.commands import main
 from memfit.processes import process_tree
 

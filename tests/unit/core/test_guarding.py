@@ -9,13 +9,13 @@ from memfit.core.guarding import (
     BrokenUpdate,
     CannotFit,
     GuardOptions,
-    OutOfMemory,
+    MemoryFailure,
     Where,
 )
 
 
 def test_a_run_that_can_not_fit_says_so_by_its_exit_code():
-    failure = OutOfMemory(Where.DEVICE, "cuda", 100)
+    failure = MemoryFailure(Where.DEVICE, "cuda", 100)
     error = CannotFit("nothing is left", failure)
 
     assert isinstance(error, MemfitError)

@@ -19,7 +19,7 @@ def run(*words):
     return done.returncode, done.stderr
 
 
-# Stands for an import that takes long: the first module that the package loads is interrupted.
+# Stands for an import that takes long: the first module that a verb needs is interrupted.
 INTERRUPTED = """
 import os, runpy, signal, sys
 class Finder:
@@ -32,6 +32,7 @@ sys.meta_path.insert(0, Finder())
 sys.orig_argv = {orig!r}
 sys.argv = {argv!r}
 import memfit
+memfit.compare
 """
 
 

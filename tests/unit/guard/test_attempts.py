@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from memfit.core.guarding import BadCheckpoint, BatchSize, Fallbacks, OutOfMemory, Where
+from memfit.core.guarding import BadCheckpoint, BatchSize, Fallbacks, MemoryFailure, Where
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
 from memfit.guard.attempts import Attempts, Ceilings, key_of
 
-FAILURE = OutOfMemory(Where.HOST, "torch")
+FAILURE = MemoryFailure(Where.HOST, "torch")
 BLOCKS = {"checkpoint": ("layers.0", "layers.1")}
 
 

@@ -17,7 +17,7 @@ from memfit.core.guarding import (
     CannotFit,
     Fallbacks,
     GuardOptions,
-    OutOfMemory,
+    MemoryFailure,
     Splitting,
     Where,
 )
@@ -27,7 +27,7 @@ from memfit.core.units import InvalidSize
 from memfit.guard.attempts import Ceilings
 from memfit.guard.driver import Driver, Terms
 
-FULL = OutOfMemory(Where.HOST, "test", 1000, text="full")
+FULL = MemoryFailure(Where.HOST, "test", 1000, text="full")
 
 
 class Loop(GuardedLoop):

@@ -159,7 +159,7 @@ class Handle:
 
 
 class _Opened(NamedTuple):
-    """What one process has open."""
+    """The file as one process has it open."""
 
     lock: threading.RLock
     file: Any

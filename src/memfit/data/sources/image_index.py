@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
     @property
     def is_image(self) -> bool:
-        """Whether it is a file with the name of an image."""
+        """True for a file with the name of an image."""
         return not self.is_folder and self.name.lower().endswith(ENDINGS)
 
 

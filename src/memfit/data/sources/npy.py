@@ -62,7 +62,11 @@ class NpyArray:
         if stop <= start or not self.sample_bytes:
             return
         if self.is_scattered:
-            self._read_scattered(start, stop, out)
+            # Columns are taken in the order in which they lie, so that a file that only goes forwards is read once.
+            for column in range(math.prod(self.shape[1:])):
+                inside: tuple[Any, ...] = np.unravel_index(column, self.shape[1:], order="F")
+                offset = self._data_start + (column * self.shape[0] + start) * self.dtype.itemsize
+                self._read_run(offset, out[(slice(None), *inside)])
         else:
             self._read_run(self._data_start + start * self.sample_bytes, out.reshape(-1))
 
@@ -86,13 +90,6 @@ class NpyArray:
             values = scratch[: min(piece, out.size - first)]
             self.file.read_into(offset + first * stored.itemsize, values.view(np.uint8))
             out[first : first + len(values)] = values
-
-    def _read_scattered(self, start: int, stop: int, out: Array) -> None:
-        # Columns are taken in the order in which they lie, so that a file that only goes forwards is read once.
-        for column in range(math.prod(self.shape[1:])):
-            inside: tuple[Any, ...] = np.unravel_index(column, self.shape[1:], order="F")
-            offset = self._data_start + (column * self.shape[0] + start) * self.dtype.itemsize
-            self._read_run(offset, out[(slice(None), *inside)])
 
 
 class NpyArrays(Source):

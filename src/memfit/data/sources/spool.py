@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 
 
 def spooled(source: Source) -> Source:
-    """The same samples in files that can be read from anywhere; unpacked now, if they weren't before."""
+    """The samples in unpacked files, which any process can read anywhere; unpacks them if that was not done before."""
 
     def open_unpacked(place: Path) -> SpooledSource | None:
         try:

@@ -46,7 +46,7 @@ class UnusableColumns(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table, as the file has it.
+    """A column of a table as stored in the file.
 
     Attributes:
         dtype: of its numbers; None where they aren't numbers.
@@ -410,7 +410,7 @@ def _plain(column: Any) -> Any:
 def _flattened(column: Any) -> Any:
     """The values of lists, one after the other, of a column in which none is missing.
 
-    As `flatten`, which loads all of `pyarrow.compute`, several megabytes, for it.
+    The values of a list column; Arrow's own `flatten` would load all of `pyarrow.compute`, several megabytes.
     """
     import pyarrow as pa
 

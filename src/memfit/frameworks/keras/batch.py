@@ -54,7 +54,7 @@ class Batch:
 
     @property
     def x(self) -> Any:
-        """What the model takes."""
+        """The inputs of the model."""
         return self.data[0] if isinstance(self.data, tuple) else self.data
 
     @property

@@ -15,13 +15,20 @@ from memfit.core.private_names import PrivateNames
 
 NAMES = PrivateNames("keras", "3.5 to 3.15")
 
+# Name here: path in Keras. `Variable` is the class of all variables; `keras.Variable` is a subclass of it before 3.6.
+_PATHS = {
+    "apply_mask": "keras.src.losses.loss:apply_mask",
+    "base_optimizer": "keras.src.optimizers.base_optimizer",
+    "compute_output_spec": "keras.src.backend:compute_output_spec",
+    "make_variables": "keras.src.backend.common.variables:initialize_all_variables",
+    "model_supports_jit": "keras.src.trainers.trainer:model_supports_jit",
+    "torch_dtype": "keras.src.backend.torch.core:to_torch_dtype",
+    "Tracker": "keras.src.utils.tracking:Tracker",
+    "Variable": "keras.src.backend:Variable",
+}
+__getattr__ = NAMES.table(_PATHS, globals())
 _get_global = NAMES.find("keras.src.backend.common.global_state:get_global_attribute")
 _set_global = NAMES.find("keras.src.backend.common.global_state:set_global_attribute")
-Tracker = NAMES.find("keras.src.utils.tracking:Tracker")
-"""What an object of Keras has been given."""
-Variable = NAMES.find("keras.src.backend:Variable")
-"""The class of all variables; `keras.Variable` is a subclass of it before 3.6."""
-
 _CALL, _AUTOCAST = "current_call_ctx", "autocast_scope"
 
 
@@ -34,7 +41,7 @@ class Surroundings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """As at the time when this was made, on any thread."""
+        """Restores Keras's call context and autocast scope of the time when this object was made, on any thread."""
         before = {name: _get_global(name) for name in (_CALL, _AUTOCAST)}
         # A copy: layers write into it, and what they write is not for later calls.
         _set_global(_CALL, copy.copy(self._call))
@@ -75,14 +82,34 @@ def tensor_of(variable: Any) -> Any:
     return NAMES.of(variable, "_value")
 
 
+def set_tensor(variable: Any, tensor: Any) -> None:
+    """Puts a tensor or variable of the backend, or none, into a variable of Keras as it is."""
+    variable._value = tensor
+
+
+def initialize(variable: Any, value: Any) -> None:
+    """Gives a variable without a value one, without TensorFlow's noting down that it is frozen, which is for good."""
+    trainable, variable._trainable = variable._trainable, True
+    try:
+        NAMES.of(variable, "_initialize")(value)
+    finally:
+        variable._trainable = trainable
+
+
+def tracked(layer: Any) -> dict[str, set[int]]:
+    """What a layer keeps under each name, by the numbers of the objects; the sets are its own."""
+    return NAMES.of(layer, "_tracker").stored_ids  # type: ignore[no-any-return]
+
+
+def track_variables(layer: Any) -> None:
+    """On torch, makes the variables of a layer PyTorch's parameters of it."""
+    if hasattr(layer, "_track_variables"):
+        layer._track_variables()
+
+
 def global_seed_generator() -> Any:
     """The seeds that layers without their own draw from; None where none has been drawn yet."""
     return _get_global("global_seed_generator")
-
-
-def make_variables() -> None:
-    """Gives variables that were made in a stateless scope their first values."""
-    NAMES.find("keras.src.backend.common.variables:initialize_all_variables")()
 
 
 def forget_new_variables() -> None:
@@ -118,15 +145,50 @@ def training_keyword(model: Any, training: bool) -> dict[str, bool]:
     return {"training": training} if NAMES.of(model, "_call_has_training_arg") else {}
 
 
-def symbolic_build(model: Any, batch: Any) -> None:
-    """Makes the variables of layers, metrics, loss and optimizer for a batch of symbols."""
-    NAMES.of(model, "_symbolic_build")(data_batch=batch)
+def symbolic_build(model: Any, **data: Any) -> None:
+    """Makes the variables of layers, metrics, loss and optimizer: for a `data_batch` of symbols, or an `iterator`."""
+    NAMES.of(model, "_symbolic_build")(**data)
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+    """Has the next `fit` begin with this epoch; None: with the one that it is told."""
+    model._initial_epoch = epoch
+
+
+# Of the iterator of a `fit`, what makes one pass, and TensorFlow's data; of a graph, what calls its layers.
+GET_ITERATOR, DISTRIBUTED_DATASET, RUN_THROUGH_GRAPH = "_get_iterator", "_distributed_dataset", "_run_through_graph"
+
+
+def count_steps(iterator: Any, num_steps: int) -> None:
+    """Has the iterator of a `fit` take so many steps for drawn."""
+    iterator._steps_seen = NAMES.of(iterator, "_steps_seen") + num_steps
+
+
+def arrays_of(adapter: Any) -> tuple[int, Any]:
+    """(number of samples, arrays) that Keras's adapter of arrays was given."""
+    return int(NAMES.of(adapter, "_num_samples")), NAMES.of(adapter, "_inputs")
+
+
+def holds_jax_state(model: Any) -> bool:
+    """Whether a `fit` on JAX holds the values of the variables, which are empty meanwhile."""
+    return not NAMES.of(model, "_jax_state_synced")
+
+
+def take_jax_state(model: Any) -> Any:
+    """The values of the variables by groups; those of the model are empty then."""
+    groups = ("trainable", "non_trainable", "optimizer", "metrics", "purge_model")
+    return NAMES.of(model, "_get_jax_state")(**{f"{name}_variables": True for name in groups})
+
+
+def give_jax_state(model: Any) -> None:
+    """Tells a `fit` on JAX that the variables have their values."""
+    model._jax_state_synced = True
 
 
 def leave_shardings(model: Any) -> None:
     """Has a step on JAX leave its results where they are; before 3.7 it puts them where `fit` has noted down.
 
-    Call it where the model is kept `untouched`.
+    Call it inside of `restoring`, which puts the model back.
     """
 
     def enforce(
@@ -163,11 +225,6 @@ def layers_as_scopes(scope: Callable[[str], AbstractContextManager[Any]]) -> Ite
         keras.layers.Layer._open_name_scope = plain
 
 
-def compute_output_spec(layer: Any, *arguments: Any, **named: Any) -> Any:
-    """What a layer makes of symbols; nothing is run."""
-    return NAMES.find("keras.src.backend:compute_output_spec")(layer, *arguments, **named)
-
-
 def collects_losses() -> bool:
     """Whether losses that layers add are wanted by those who call."""
     scope = NAMES.find("keras.src.backend:get_stateless_scope", "keras.src.backend.common:get_stateless_scope")()
@@ -183,7 +240,7 @@ def graph_of(layer: Any) -> Any:
     """The Functional whose graph this layer runs: itself, or the one inside of a Sequential; None if there is none."""
     inner = getattr(layer, "_functional", None)
     graph = layer if inner is None else inner
-    return graph if hasattr(graph, "_run_through_graph") and hasattr(graph, "_nodes_by_depth") else None
+    return graph if hasattr(graph, RUN_THROUGH_GRAPH) and hasattr(graph, "_nodes_by_depth") else None
 
 
 def nodes_of(graph: Any) -> list[Any]:
@@ -231,11 +288,6 @@ def weight_of(layer: Any) -> Any:
 
 
 # Losses and optimizers.
-
-
-def base_optimizer() -> Any:
-    """The module whose class all optimizers of Keras have."""
-    return NAMES.find("keras.src.optimizers.base_optimizer")
 
 
 def updated_by(optimizer: Any) -> list[Any]:
@@ -308,18 +360,3 @@ def losses_given(model: Any, losses: list[Any]) -> Iterator[None]:
         yield
     finally:
         model._losses_override = before
-
-
-def merged_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
-    """Sample weights and a mask as one."""
-    return NAMES.find("keras.src.losses.loss:apply_mask")(sample_weight, mask, dtype=dtype, reduction=reduction)
-
-
-def supports_jit(model: Any) -> bool:
-    """Whether Keras would have XLA compile the step of a model."""
-    return bool(NAMES.find("keras.src.trainers.trainer:model_supports_jit")(model))
-
-
-def torch_dtype(name: str) -> Any:
-    """PyTorch's name of a dtype."""
-    return NAMES.find("keras.src.backend.torch.core:to_torch_dtype")(name)

@@ -126,7 +126,7 @@ def _shape(tensor: Any) -> str:
 def build(model: Any, batch: Batch, *, training: bool) -> None:
     """Makes the variables that the first step would make: of layers, metrics and loss; not those of the optimizer.
 
-    Call it where the model is kept `untouched`.
+    Call it inside of `restoring`, which puts the model back.
     """
     if training and has_own_step(model) and _is_built_by_its_step(model):
         return
@@ -137,7 +137,7 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
     try:
         if optimizer is not None:
             optimizer.built = True
-            internals.symbolic_build(model, symbolic)
+            internals.symbolic_build(model, data_batch=symbolic)
         elif not all(layer.built for layer in internals.layers_of(model)):
             x = symbolic[0] if isinstance(symbolic, tuple) else symbolic
             internals.compute_output_spec(model, x, training=False)

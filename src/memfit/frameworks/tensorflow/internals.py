@@ -1,21 +1,21 @@
-"""What is used of TensorFlow beyond its public interface; seen in 2.18 to 2.20.
+"""What is used of TensorFlow beyond its public interface; seen in 2.18 to 2.21.
 
 Without the graph optimizer and the compiler's text no step can be traced, without the rest only some can't.
 """
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from memfit.core.private_names import PrivateNames
 
-NAMES = PrivateNames("tensorflow", "2.18 to 2.20")
+NAMES = PrivateNames("tensorflow", "2.18 to 2.21")
 
-
-def op_definition(name: str) -> Any:
-    """What an operator declares of its inputs and attributes; None of one that isn't registered."""
-    return NAMES.find("tensorflow.python.framework.op_def_registry:get")(name)
+_PATHS = {
+    "op_definition": "tensorflow.python.framework.op_def_registry:get",
+    "stop_recording": "tensorflow.python.eager.record:stop_recording",
+}
+__getattr__ = NAMES.table(_PATHS, globals())
 
 
 def optimize_graph(config: Any, meta: Any, devices: list[Any]) -> Any:
@@ -43,12 +43,6 @@ def compiled_text(function: Any) -> str:
     compiler = NAMES.find("tensorflow.python.eager.polymorphic_function.compiler_ir:from_concrete_function")
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in function.inputs if tensor.dtype != tf.resource]
     return str(compiler(function, specs)(stage="optimized_hlo"))
-
-
-def stop_recording() -> AbstractContextManager[Any]:
-    """Keeps tapes from recording."""
-    found: AbstractContextManager[Any] = NAMES.find("tensorflow.python.eager.record:stop_recording")()
-    return found
 
 
 def new_graph(name: str) -> tuple[Any, Any]:

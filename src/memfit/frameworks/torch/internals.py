@@ -7,7 +7,7 @@ it, and with one clear message. To add a name, add a line to `_PATHS`; for a pri
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,16 +16,19 @@ import torch
 from memfit.core.errors import MissingDependency
 from memfit.core.private_names import PrivateNames
 
-NAMES = PrivateNames("torch", "2.6 to 2.13")
+NAMES = PrivateNames("torch", "2.6 to 2.15")
 
 try:
-    from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+    from torch.nn.modules.conv import _ConvNd
     from torch.nn.modules.dropout import _DropoutNd
     from torch.nn.modules.instancenorm import _InstanceNorm
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError as error:  # pragma: no cover - another version of PyTorch
     raise NAMES.gone(str(error)) from error
 
+BatchNorm = _BatchNorm
+Convolution = _ConvNd
 Dropout = _DropoutNd
 InstanceNorm = _InstanceNorm
 NormBase = _NormBase
@@ -34,6 +37,7 @@ NormBase = _NormBase
 _PATHS = {
     "all_operator_names": "torch._C._dispatch_get_all_op_names",
     "allowed_globals": "torch._weights_only_unpickler._get_allowed_globals",
+    "apply_to_module": "torch.nn.Module._apply",
     "below_autograd": "torch._C._AutoDispatchBelowAutograd",
     "compile_fx_module": "torch._inductor.compile_fx",
     "CompilerCallback": "torch._dynamo.convert_frame.CatchErrorsWrapper",
@@ -44,6 +48,7 @@ _PATHS = {
     "current_dispatch_mode": "torch.utils._python_dispatch._get_current_dispatch_mode",
     "default_to_fused_or_foreach": "torch.optim.optimizer._default_to_fused_or_foreach",
     "device_constructors": "torch.utils._device._device_constructors",
+    "device_index": "torch.cuda._get_device_index",
     "device_op_overrides": "torch._inductor.codegen.common.get_device_op_overrides",
     "device_put": "torch.ops.prims.device_put.default",
     "DeviceHints": "torch._inductor.runtime.hints.DeviceProperties",
@@ -57,8 +62,10 @@ _PATHS = {
     "engine_run_backward": "torch.autograd.graph._engine_run_backward",
     "exclude_dispatch_keys": "torch._C._ExcludeDispatchKeyGuard",
     "extension": "torch._C",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "file_writer": "torch._C.PyTorchFileWriter",
+    "flex_attention": "torch.nn.attention.flex_attention.flex_attention",
     "foreach_add": "torch._foreach_add",
     "foreach_add_in_place": "torch._foreach_add_",
     "foreach_devices": "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
@@ -79,14 +86,18 @@ _PATHS = {
     "joint_graph_module": "torch._inductor.fx_passes.joint_graph",
     "keyset_after": "torch._C._dispatch_keyset_full_after",
     "lazy_cuda_call": "torch.cuda._lazy_call",
+    "lazy_cuda_init": "torch.cuda._lazy_init",
     "load_state_dict": "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
     "local_scalar_dense": "torch.ops.aten._local_scalar_dense.default",
     "make_subclass": "torch.Tensor._make_subclass",
+    "make_wrapper_subclass": "torch.Tensor._make_wrapper_subclass",
     "map_arguments": "torch.fx.node.map_aggregate",
     "new_dtypes": "torch.storage._new_dtypes",
     "num_dispatch_modes": "torch._C._len_torch_dispatch_stack",
     "num_function_modes": "torch._C._len_torch_function_stack",
     "operators_module": "torch._ops",
+    "OptimizedModule": "torch._dynamo.eval_frame.OptimizedModule",
+    "parallel_functions": "torch.nn.parallel._functions",
     "parse_to": "torch._C._nn._parse_to",
     "pop_dispatch_mode": "torch.utils._python_dispatch._pop_mode",
     "pop_function_mode": "torch._C._pop_torch_function_stack",
@@ -123,6 +134,11 @@ _PATHS = {
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The buffers of a module itself, which can be put in by name, whatever the module does on assignment."""
     return module._buffers
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The parameters of a module itself, as `buffers_of`."""
+    return module._parameters
 
 
 def place(name: str) -> tuple[Any, str]:
@@ -315,6 +331,10 @@ def reset_fsdp(states: list[Any]) -> None:
         group._sharded_state = sharded_state
 
 
+# Of an optimizer: whether its step takes the scale of a gradient scaler.
+TAKES_SCALE = "_step_supports_amp_scaling"
+
+
 def _set_known(holder: Any, **values: Any) -> None:
     """Sets those attributes that this release has, and has set up."""
     for name, value in values.items():
@@ -344,6 +364,25 @@ def checks_program(function: Any) -> bool:
 def compiler() -> Any:
     """The compiler's module; None where it isn't loaded."""
     return sys.modules.get("torch._dynamo")
+
+
+@contextmanager
+def never_compiled(function: Callable[..., Any]) -> Iterator[None]:
+    """In this context code that calls the function is compiled in two parts, before the call and after it."""
+    calls = NAMES.find("torch._dynamo.trace_rules._disallowed_callable_ids")
+    known = id(function) in calls
+    calls.add(id(function))
+    try:
+        yield
+    finally:
+        if not known:
+            calls.remove(id(function))
+
+
+def load_compiler_tables() -> None:
+    """Lets the compiler note the functions of PyTorch that it knows, before any is replaced: it does so only once."""
+    known = NAMES.find("torch._dynamo.variables.torch.TorchInGraphFunctionVariable")
+    getattr(known, "_get_handlers", lambda: None)()
 
 
 @contextmanager
@@ -396,9 +435,29 @@ def found_infinite(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     return any(bool(value.item()) for value in NAMES.of(scaler, "_found_inf_per_device")(optimizer).values())
 
 
+def forget_rules(library: torch.library.Library) -> None:
+    """Takes away what a library has put in place of PyTorch's own rules."""
+    NAMES.of(library, "_destroy")()
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that a view was made from; a tensor that is no view itself."""
-    return tensor._base if tensor._is_view() else tensor
+    return tensor._base if is_view(tensor) else tensor
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows, as autograd sees it, a part of another."""
+    return bool(NAMES.of(tensor, "_is_view")())
+
+
+def number_of(node: Any) -> int:
+    """The sequence number of an autograd node, which tells in which order nodes were made."""
+    return int(NAMES.of(node, "_sequence_nr")())
+
+
+def packet_of(operator: Any) -> Any:
+    """An operator without regard to the types of its arguments."""
+    return NAMES.of(operator, "_overloadpacket")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -432,7 +491,7 @@ def fake_mode_in_force() -> Any:
 
 def device_hints(properties: Any, device: torch.device) -> Any:
     """What Inductor is told about a GPU, in the fields that this release has."""
-    hints = globals().get("DeviceHints") or __getattr__("DeviceHints")
+    hints = __getattr__("DeviceHints")
     known = {name: getattr(properties, name) for name in hints._fields if hasattr(properties, name)}
     capability = 10 * properties.major + properties.minor
     return hints(**{**known, "type": device.type, "index": device.index, "cc": capability})
@@ -469,6 +528,26 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+def name_of(operator: Any) -> str:
+    """The name of an operator without regard to the types of its arguments, such as "aten::add"."""
+    return operator._schema.name  # type: ignore[no-any-return]
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(indices, values) of a sparse tensor in coordinates, of which some may stand there several times."""
+    return NAMES.of(tensor, "_indices")(), NAMES.of(tensor, "_values")()
+
+
+def num_sparse(tensor: torch.Tensor) -> int:
+    """How many elements a sparse tensor holds."""
+    return int(NAMES.of(tensor, "_nnz")())
+
+
+def set_coalesced(tensor: torch.Tensor, is_coalesced: bool) -> torch.Tensor:
+    """Notes whether every index of a sparse tensor stands there only once; returns the tensor."""
+    return NAMES.of(tensor, "_coalesced_")(is_coalesced)  # type: ignore[no-any-return]
+
+
 def storage_address(storage: torch.UntypedStorage) -> int:
     """The address of a storage's record, which is its own as long as somebody refers to it."""
     return int(NAMES.of(storage, "_cdata"))
@@ -479,8 +558,4 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PATHS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = NAMES.find(_PATHS[name])
-    return value
+__getattr__ = NAMES.table(_PATHS, globals())

@@ -278,7 +278,7 @@ class TorchStream(IterableDataset[Any]):
 class _Counting:
     """The position of a loader over a `TorchStream`, counted in the process that takes the batches.
 
-    It is kept by the dataset, for all loaders over it.
+    The dataset keeps it for all loaders over it.
     """
 
     _dataset: TorchStream
@@ -330,8 +330,8 @@ class _Counting:
 class StreamLoader(_Counting, DataLoader[Any]):
     """A DataLoader over a stream, which can be saved and resumed at the exact batch.
 
-    What workers have ready stays within the stream's budget. It draws no random numbers of the program's. Its state is
-    the same whatever the number of workers, and of ranks.
+    What workers have ready stays within the stream's budget. It draws no random numbers. Its state is the same
+    whatever the number of workers, and of ranks.
 
     Args:
         stream: to take batches from.
@@ -438,12 +438,12 @@ class TorchRandomness:
 
 
 def is_stream(value: Any) -> bool:
-    """Whether it is a stream of arrays, of which a `StreamLoader` can be made."""
+    """True for a stream of arrays, of which a `StreamLoader` can be made."""
     return all(hasattr(value, name) for name in ("part", "working", "split", "state_after", "load_state_dict"))
 
 
 def is_over_stream(loader: Any) -> bool:
-    """Whether it is a DataLoader that a user made over a `TorchStream`."""
+    """True for a DataLoader that a user made over a `TorchStream`."""
     is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     return is_plain and loader.batch_size is None and isinstance(loader.dataset, TorchStream)
 

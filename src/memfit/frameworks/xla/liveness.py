@@ -59,7 +59,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """What a program holds."""
+    """The buffers of a program, with their lifetimes."""
 
     buffers: tuple[Buffer, ...]  # in the order in which they begin
     num_times: int  # instructions that run, those of loops counted once

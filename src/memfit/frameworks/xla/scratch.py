@@ -39,7 +39,7 @@ _GROUPS = re.compile(r"feature_group_count=(\d+)")
 
 
 class Scratch(NamedTuple):
-    """What one kernel takes."""
+    """Scratch memory of one kernel."""
 
     time: int  # of its instruction in the program's order
     end: int  # of the next kernel that takes memory
@@ -83,7 +83,7 @@ def most_asked_bytes(scratch: Sequence[Scratch]) -> int:
 
 
 def spread_of(total_bytes: int, scratch: Sequence[Scratch]) -> tuple[float, float]:
-    """Least and greatest peak as multiples of the expected one: without scratch memory, or with twice as much."""
+    """Least and greatest peak as multiples of the expected one: without scratch memory, and with twice as much."""
     share = most_bytes(scratch) / max(1, total_bytes)
     return min(1 - share, 1 - _LEAST_SPREAD), max(1 + share, 1 + _LEAST_SPREAD)
 

@@ -100,7 +100,7 @@ def _streamed(streaming: Streaming) -> tuple[str, ...]:
 
 
 def conversion_report(conversion: Conversion) -> Report:
-    """What a conversion did."""
+    """The report of a conversion."""
     seconds = conversion.seconds
     speed = conversion.source_bytes / seconds if seconds and not conversion.resumed_at else None
     verdict = (

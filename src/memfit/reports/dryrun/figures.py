@@ -12,7 +12,7 @@ from memfit.core.units import format_size
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import printable
 from memfit.reports.estimate.payload import build_payload
-from memfit.reports.parts import HARMLESS, KEEPS, Part, Report, note_line, sum_up
+from memfit.reports.parts import HARMLESS, KEEPS, Part, Report, note_line, shown_notes
 
 REDIRECTED = "checkpoint-redirected"  # code of the notes on checkpoints, which have a part of their own
 
@@ -271,12 +271,8 @@ def scan_lines(run: DryRun) -> list[str]:
 
 def notes(run: DryRun) -> list[Note]:
     """The notes that are shown, with one for all values that were read from the device."""
-    if run.estimate is None:
-        return []
-    summed_up = {HARMLESS, REDIRECTED} if run.redirected else {HARMLESS}
-    stand_ins = sum_up(run.estimate.notes)
-    shown = [note for note in run.estimate.notes if note.code not in summed_up]
-    return [*shown, Note(HARMLESS, stand_ins)] if stand_ins else shown
+    given = () if run.estimate is None else run.estimate.notes
+    return shown_notes(given, hidden=REDIRECTED if run.redirected else "")
 
 
 def note_lines(run: DryRun) -> list[str]:

@@ -115,7 +115,7 @@ def sure_cell(estimate: Estimate) -> str:
 
 
 def may_fit(estimate: Estimate) -> bool:
-    """Whether it is only an upper bound that doesn't fit."""
+    """True if the step exceeds the device only by an upper bound."""
     capacity = estimate.capacity_bytes
     return estimate.is_at_most and capacity is not None and estimate.certain_bytes <= capacity
 

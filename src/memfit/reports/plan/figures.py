@@ -3,25 +3,22 @@
 As for a dry run: a verdict, a few lines below it, and parts. Text, terminal and page show the same ones.
 """
 
-from importlib import import_module
-
 from memfit.core.device import Origin
-from memfit.core.estimate import Note
-from memfit.core.plan import Plan, PlannedMove, Point, Seconds, actions
+from memfit.core.plan import Plan, PlannedMove, Point, Seconds
 from memfit.core.settings import Keeps
 from memfit.core.units import format_seconds as format_seconds
 from memfit.core.units import format_size
 from memfit.planner.moves import DROPOUT
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.figures import UNKNOWN, printable
-from memfit.reports.parts import HARMLESS, KEEPS, Grid, Line, Part, Report, note_line, sum_up
+from memfit.reports.parts import KEEPS, Grid, Line, Part, Report, note_line, shown_notes
 
 NUM_POINTS = 6
 _NUM_REFUSED = 8
 
 
 def headline(plan: Plan) -> str:
-    """What was planned."""
+    """The first line: job, device, memory before and after."""
     batch = UNKNOWN if plan.batch_size is None else str(plan.batch_size)
     several = f"{plan.settings.num_devices} x " if plan.settings.num_devices > 1 else ""
     target = several + figures.device_title(plan.device)
@@ -139,7 +136,7 @@ def parts(plan: Plan) -> list[Part]:
         ),
         Part("Memory against time: the best plans known", grid=Grid(("", ">peak", ">time", "moves"), tuple(front))),
         Part("Not considered", lines=tuple(refusal_lines(plan, _NUM_REFUSED))),
-        Part("Notes", lines=tuple(map(note_line, notes(plan)))),
+        Part("Notes", lines=tuple(map(note_line, shown_notes(plan.notes)))),
     ]
     return [part for part in shown if part.holds_something]
 
@@ -175,20 +172,13 @@ def point_origin(point: Point) -> str:
     return (Origin.SIMULATED if point.verified else Origin.ASSUMED).value
 
 
-def few_points(plan: Plan, most: int = NUM_POINTS) -> list[Point]:
+def few_points(plan: Plan) -> list[Point]:
     """Points of the front that show its shape: the ends, the plan itself, and some between."""
     front = list(plan.front)
-    if len(front) <= most:
+    if len(front) <= NUM_POINTS:
         return front
-    wanted = {round(index * (len(front) - 1) / (most - 2)) for index in range(most - 1)}
+    wanted = {round(index * (len(front) - 1) / (NUM_POINTS - 2)) for index in range(NUM_POINTS - 1)}
     return [point for index, point in enumerate(front) if index in wanted or is_chosen(point, plan)]
-
-
-def notes(plan: Plan) -> list[Note]:
-    """The notes, with those on values that were read from the device in one."""
-    found = [note for note in plan.notes if note.code != HARMLESS]
-    summed_up = sum_up(plan.notes)
-    return [*found, Note(HARMLESS, summed_up)] if summed_up else found
 
 
 def refusal_lines(plan: Plan, most: int) -> list[str]:
@@ -201,11 +191,3 @@ def refusal_lines(plan: Plan, most: int) -> list[str]:
 def report(plan: Plan) -> Report:
     """Verdict, moves, before and after, front, refusals, notes."""
     return Report(verdict(plan), details(plan), parts(plan), plan.fits)
-
-
-def use_reports() -> None:
-    """Lets `print(plan)`, `plan.report`, `plan.code` and `plan.save` do their work; heavier parts load when used."""
-    actions.describe = lambda plan: str(report(plan))
-    actions.write_page = lambda plan, path: import_module("memfit.reports.page").write_page(plan, path)
-    actions.code = lambda plan: str(import_module("memfit.reports.plan.code").format_code(plan))
-    actions.write_json = lambda data, path: import_module("memfit.reports.files").write_json(data, path)

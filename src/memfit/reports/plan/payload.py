@@ -7,7 +7,7 @@ from memfit.core.plan import Plan, PlannedMove
 from memfit.core.units import format_size
 from memfit.reports.estimate import figures
 from memfit.reports.estimate.payload import build_curves
-from memfit.reports.parts import KEEPS
+from memfit.reports.parts import KEEPS, shown_notes
 from memfit.reports.plan import figures as plan_figures
 from memfit.reports.plan.code import format_code
 
@@ -49,7 +49,7 @@ def build_plan_payload(plan: Plan) -> dict[str, Any]:
         "timelines": timelines,
         "code": format_code(plan),
         "refused": [[refusal.name, refusal.reason] for refusal in plan.refused],
-        "notes": [[note.code, note.text, note.source] for note in plan_figures.notes(plan)],
+        "notes": [[note.code, note.text, note.source] for note in shown_notes(plan.notes)],
         "seconds": round(plan.planned_in_seconds, 2),
     }
 

@@ -15,7 +15,7 @@ from memfit.frameworks.keras.model import (
     state_bytes,
     variables_of,
 )
-from memfit.frameworks.keras.trace.job import untouched
+from memfit.frameworks.keras.trace.job import restoring
 
 layers = keras.layers
 
@@ -206,7 +206,7 @@ def test_what_keras_cannot_build_is_told_with_the_shapes():
     made.compile("adam", "mse")
 
     with (
-        untouched(made),
+        restoring(made),
         pytest.raises(StepFailed, match=r"can't build the model 'strange' .*\(2, 8\), \(2, 2\): .*no way"),
     ):
         build(made, batch(), training=True)

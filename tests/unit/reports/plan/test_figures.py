@@ -8,6 +8,7 @@ from memfit.core.plan import Refusal, Seconds
 from memfit.core.settings import Keeps, Settings
 from memfit.core.units import MIB
 from memfit.planner.moves import DROPOUT
+from memfit.reports.parts import shown_notes
 from memfit.reports.plan import figures as plan_figures
 from tests.unit.reports.plan_builders import MOVES, make_easy_plan, make_front, make_plan, make_small_plan
 
@@ -189,5 +190,5 @@ def test_values_that_were_read_are_one_note():
     read = tuple(Note("stand-in-value", "a value was read", f"a.py:{line}") for line in (1, 2))
     plan = make_plan(notes=(read[0], *make_plan().notes, read[1]))
 
-    assert [note.code for note in plan_figures.notes(plan)] == ["time-model", "stand-in-value"]
-    assert plan_figures.notes(make_plan()) == list(make_plan().notes)
+    assert [note.code for note in shown_notes(plan.notes)] == ["time-model", "stand-in-value"]
+    assert shown_notes(make_plan().notes) == list(make_plan().notes)

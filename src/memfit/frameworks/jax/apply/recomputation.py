@@ -57,7 +57,7 @@ def _is_inexact(value: Any) -> bool:
 
 
 def _after(arguments: list[Any], num_weights: int, gradients: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The same arguments, not before the gradients are there."""
+    """The arguments unchanged, made to wait until the gradients have been computed."""
     if not gradients:
         return arguments, gradients
     never = jnp.zeros((), dtype=bool)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 
 from memfit.core.adapter import GuardedLoop
-from memfit.core.guarding import NEVER, BatchSize, BrokenUpdate, CannotFit, Fallbacks, OutOfMemory
+from memfit.core.guarding import NEVER, BatchSize, BrokenUpdate, CannotFit, Fallbacks, MemoryFailure
 from memfit.core.oom import recognise
 from memfit.core.settings import Settings
 from memfit.frameworks.jax.apply.training import TrainStep, check_batch, join_params, part_size, split_params
-from memfit.frameworks.jax.guard.memory_request import NoRoom, Room, beside_arguments, form_of
+from memfit.frameworks.jax.guard.memory_request import MemoryRequest, NoRoom, beside_arguments, form_of
 
 # What an update in place may ask for and still be trusted not to fail.
 _NEXT_TO_NOTHING = 1 << 20
@@ -32,7 +32,7 @@ class JaxLoop(GuardedLoop):
         self._loss = loss
         self._optimizer = self.owner = optimizer
         self._settings = settings
-        self._programs: dict[int, tuple[Any, Room]] = {}
+        self._programs: dict[int, tuple[Any, MemoryRequest]] = {}
         self._updates: dict[Any, Any] = {}
         self._params = self._state = self.batch = None
         self._said = ""
@@ -47,7 +47,7 @@ class JaxLoop(GuardedLoop):
         """The next step has these arguments; it uses parameters and state up, as a donating one does."""
         self._params, self._state, self.batch = params, state, batch
 
-    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> MemoryFailure | None:
         """Gradients of the batch in as many parts as the settings say, and the update."""
         params, state, batch = self._params, self._state, self.batch
         self.happened, self.num_halvings = None, 1
@@ -75,11 +75,11 @@ class JaxLoop(GuardedLoop):
     def roll_back(self) -> None:
         """Nothing has changed: gradients are values."""
 
-    def _program(self, part: int) -> tuple[Any, Room]:
+    def _program(self, part: int) -> tuple[Any, MemoryRequest]:
         if part not in self._programs:
             step = TrainStep(self._loss, self._optimizer, replace(self._settings, micro_batch_size=part))
             program = jax.jit(step.gradients, static_argnums=0)
-            self._programs[part] = program, Room(program)
+            self._programs[part] = program, MemoryRequest(program)
         return self._programs[part]
 
     def _updated(self, trained: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ class JaxLoop(GuardedLoop):
             if memory is None or beside_arguments(memory) > _NEXT_TO_NOTHING:
                 # An update that leaves the old values where they are.
                 update = jax.jit(self._plain.update)
-                room = Room(update)
+                room = MemoryRequest(update)
             self._updates[key] = update, room
         update, room = self._updates[key]
         try:
@@ -122,8 +122,8 @@ class JaxLoop(GuardedLoop):
         """Smaller parts alone, for good: what was found once holds for the batches to come."""
         return Fallbacks(grow_after=NEVER)
 
-    def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
-        """What ran out and what to do."""
+    def explain(self, failure: MemoryFailure, settings: Settings, why_whole: str) -> str:
+        """The message for a step that can't fit: what ran out, and what to do."""
         return (
             f"memory ran out with a single sample at a time: {self._said} Parameters and state are as they were "
             "before the step. Mark blocks with memfit.jax.block and plan with recomputation, or use a smaller model."

@@ -47,7 +47,7 @@ class NoRoom(MemoryError):
         self.free_bytes = free_bytes
 
 
-class Room:
+class MemoryRequest:
     """What the compiled forms of one jitted function take."""
 
     def __init__(self, function: Any) -> None:

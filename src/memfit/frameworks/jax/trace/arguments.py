@@ -38,7 +38,7 @@ class Leaf:
 
     @property
     def module(self) -> str:
-        """Dotted path of the module that has it."""
+        """Dotted path of the module that the array belongs to."""
         names = list(self.path[:-1])
         if self.path and self.path[-1] == "value" and names:
             # flax.nnx wraps each array in a variable.
@@ -53,7 +53,7 @@ class Leaf:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array or the shape of one."""
+    """True for an array, and for the shape and dtype of one."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
 
 
@@ -112,7 +112,16 @@ def assign(arguments: Sequence[Any], results: Any) -> list[Leaf]:
 
 def batch_arguments(arguments: Sequence[Any], results: Any) -> set[int]:
     """Places of the arguments that are the batch."""
-    kept = _forms_within(results)
+    # The forms of the results and of their parts, down to containers' elements.
+    kept = set()
+    waiting = [(results, 0)]
+    while waiting:
+        tree, depth = waiting.pop()
+        if not jax.tree.leaves(tree) or is_array(tree):
+            continue
+        kept.add(_form(tree))
+        if depth < 2 and isinstance(tree, tuple | list | dict):
+            waiting.extend((part, depth + 1) for part in (tree.values() if isinstance(tree, dict) else tree))
     found = set()
     rest = []
     for place, argument in enumerate(arguments):
@@ -213,20 +222,6 @@ def _is_key(arrays: Sequence[Any]) -> bool:
 def _form(tree: Any) -> _Form:
     values = [value for value in jax.tree.leaves(tree) if is_array(value)]
     return jax.tree.structure(tree), tuple((tuple(value.shape), str(value.dtype)) for value in values)
-
-
-def _forms_within(results: Any) -> set[Any]:
-    """The forms of the results and of their parts, down to containers' elements."""
-    found = set()
-    waiting = [(results, 0)]
-    while waiting:
-        tree, depth = waiting.pop()
-        if not jax.tree.leaves(tree) or is_array(tree):
-            continue
-        found.add(_form(tree))
-        if depth < 2 and isinstance(tree, tuple | list | dict):
-            waiting.extend((part, depth + 1) for part in (tree.values() if isinstance(tree, dict) else tree))
-    return found
 
 
 def name_of_key(key: Any) -> str:

@@ -87,22 +87,20 @@ def compile_step(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     donate_argnums: Sequence[int] = (),
-    static_argnums: Sequence[int] = (),
     *,
     as_on_gpu: bool = False,
 ) -> Compiled:
     """The function, compiled for arguments of these shapes.
 
     Args:
-        function: plain, or jitted: then its own static and donated arguments count, and those given here don't.
+        function: plain, or jitted: then its own donated arguments count, and those given here don't.
         arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
         donate_argnums: places of arguments whose memory the results may take.
-        static_argnums: places of arguments that are constants of the program.
         as_on_gpu: lets `jax.checkpoint` recompute as it does on a GPU, which XLA for CPU undoes.
     """
     jitted = function
     if not hasattr(function, "lower"):
-        jitted = jax.jit(function, donate_argnums=tuple(donate_argnums), static_argnums=tuple(static_argnums))
+        jitted = jax.jit(function, donate_argnums=tuple(donate_argnums))
     lowered = jitted.lower(*arguments)  # type: ignore[attr-defined]
     return read(lowered, as_on_gpu=as_on_gpu)
 

@@ -71,7 +71,7 @@ _RESULTS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.TEMPORARY)
 
 
 def name_of(step: Any) -> str:
-    """What to call a step."""
+    """The name of a step in reports."""
     inner = getattr(step, "__wrapped__", None) or getattr(step, "fn", None) or getattr(step, "func", None) or step
     return str(getattr(inner, "__name__", type(step).__name__))
 
@@ -115,7 +115,14 @@ def lower(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         if nnx is not None and not _is_equinox(step) and any(_is_nnx(argument) for argument in arguments):
             lowered = nnx.jit(step).lower(*arguments)
             return getattr(lowered, "lowered", lowered)
-        return _from_outside(step, arguments)
+        run, arrays = _on_arrays(step, arguments)
+        first = sum(map(is_array, jax.tree.leaves(arguments[0]))) if arguments else 0
+        donated = [
+            number
+            for number in range(len(arrays))
+            if getattr(step, "donate_first" if number < first else "donate_rest", False) is True
+        ]
+        return jax.jit(run, donate_argnums=tuple(donated)).lower(*arrays)
 
 
 def check_leaks(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -142,17 +149,6 @@ def check_leaks(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
         tracers = (one for one in gc.get_objects() if issubclass(type(one), jax.core.Tracer))
         if any(id(internals.trace_of(tracer)) in over for tracer in tracers):
             raise StepFailed(f"the step {name_of(step)} keeps an array that it computed. {_LEAKED}")
-
-
-def _from_outside(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    run, arrays = _on_arrays(step, arguments)
-    first = sum(map(is_array, jax.tree.leaves(arguments[0]))) if arguments else 0
-    donated = [
-        number
-        for number in range(len(arrays))
-        if getattr(step, "donate_first" if number < first else "donate_rest", False) is True
-    ]
-    return jax.jit(run, donate_argnums=tuple(donated)).lower(*arrays)
 
 
 def _on_arrays(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:

@@ -107,9 +107,7 @@ def _adapted(layer: Any, rank: int, *, quantized: bool) -> Undo:
         restore()
         if learned is not None:
             weight.assign(keras.ops.add(weight.value, keras.ops.cast(learned, weight.dtype)))
-        if hasattr(layer, "_track_variables"):
-            # On torch, what PyTorch takes for the layer's parameters.
-            layer._track_variables()
+        internals.track_variables(layer)
 
     return undo
 
@@ -127,7 +125,7 @@ def _noted(layer: Any) -> Undo:
     """Notes down what a layer is; returns what brings it back."""
     attributes = dict(layer.__dict__)
     lists = {name: list(getattr(layer, name)) for name in _LISTS if hasattr(layer, name)}
-    stored = {name: set(ids) for name, ids in layer._tracker.stored_ids.items()}
+    stored = {name: set(ids) for name, ids in internals.tracked(layer).items()}
 
     def restore() -> None:
         for name in [name for name in layer.__dict__ if name not in attributes]:
@@ -135,7 +133,7 @@ def _noted(layer: Any) -> Undo:
         layer.__dict__.update(attributes)
         for name, values in lists.items():
             getattr(layer, name)[:] = values
-        layer._tracker.stored_ids.update(stored)
+        internals.tracked(layer).update(stored)
 
     return restore
 
@@ -145,19 +143,14 @@ def _parked(variable: Any, value: np.ndarray[Any, Any]) -> Undo:
     file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the value is in it
     np.save(file, value, allow_pickle=False)
     # TensorFlow's name for the variable inside, by which the optimizer finds its state.
-    key = getattr(variable._value, "_unique_id", None)
-    variable._value = None
+    key = getattr(internals.tensor_of(variable), "_unique_id", None)
+    internals.set_tensor(variable, None)
 
     def restore() -> None:
         file.seek(0)
-        # It is frozen just now, and TensorFlow never records what is made so.
-        trainable, variable._trainable = variable._trainable, True
-        try:
-            variable._initialize(keras.ops.convert_to_tensor(np.load(file), dtype=variable.dtype))
-        finally:
-            variable._trainable = trainable
+        internals.initialize(variable, keras.ops.convert_to_tensor(np.load(file), dtype=variable.dtype))
         file.close()
         if key is not None:
-            variable._value._unique_id = key
+            internals.tensor_of(variable)._unique_id = key
 
     return restore

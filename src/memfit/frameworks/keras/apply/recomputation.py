@@ -208,7 +208,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
             _replace(undo, part.layers[0], "call", _recomputed_call(part.layers[0], recompute))
     for chosen in runs.values():
         graph = chosen[0].graph
-        _replace(undo, graph, "_run_through_graph", _GraphRun(graph, chosen, recompute))
+        _replace(undo, graph, internals.RUN_THROUGH_GRAPH, _GraphRun(graph, chosen, recompute))
     # Keras builds the step anew.
     undo.callback(setattr, model, "train_function", None)
     model.train_function = None
@@ -324,7 +324,7 @@ class _GraphRun:
 
     def __init__(self, graph: Any, runs: Sequence[_Part], recompute: Callable[..., list[Any]]) -> None:
         self._graph = graph
-        self._plain = graph._run_through_graph
+        self._plain = getattr(graph, internals.RUN_THROUGH_GRAPH)
         self._recompute = recompute
         nodes = internals.nodes_of(graph)
         self._steps: list[Any] = []

@@ -60,7 +60,7 @@ class Step(SplitStep):
         return self.logs(last)
 
     def _all_gradients(self, data: Any, num_samples: Any, size: Any) -> tuple[Any, Any, list[Any], Any]:
-        """As `_gradients`, which only knows what it must prepare for once its loop has been written down."""
+        """Gradients by `_gradients`, which knows only after its loop has been traced what it must prepare."""
         given = data, num_samples, size
         try:
             gradients: tuple[Any, Any, list[Any], Any] = self.weighed(
@@ -80,7 +80,7 @@ class Step(SplitStep):
             return None if leaf is None else keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
 
         with tf.init_scope():
-            internals.symbolic_build(self.model, keras.tree.map_structure(symbolic, data))
+            internals.symbolic_build(self.model, data_batch=keras.tree.map_structure(symbolic, data))
 
     def _gradients(self, data: Any, num_samples: Any, size: Any, weights: Any) -> tuple[Any, Any, list[Any], Any]:
         """(loss, losses of outputs, gradients, what `compute_metrics` returned for the last part)."""

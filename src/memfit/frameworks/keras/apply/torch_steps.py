@@ -73,7 +73,7 @@ def _collect() -> None:
     """Lets go of tensors that only young garbage holds.
 
     Keras calls each layer through PyTorch's trees, whose functions refer to themselves and hold the layer's inputs.
-    They go when Python looks for such cycles, which it does after so many objects, not bytes.
+    Python frees them when its collector runs, which it does by the number of objects, not by bytes.
     """
     gc.collect(1)
 

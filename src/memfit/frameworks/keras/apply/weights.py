@@ -136,7 +136,7 @@ class BatchLoss:
 
 
 def is_elementwise(loss: Any) -> bool:
-    """Whether it is a loss of Keras's own that is computed for each sample by itself."""
+    """True for a loss of Keras that is computed for each sample by itself."""
     function = getattr(loss, "fn", None)
     named = loss if function is None or type(loss).__name__ != "LossFunctionWrapper" else function
     kind = named if named is function else type(loss)
@@ -173,7 +173,8 @@ def _count(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
     weight = None if sample_weight is None else ops.cast(sample_weight, values.dtype)
     if mask is None:
         return ops.sum(weight)
-    return ops.sum(internals.merged_mask(weight, ops.cast(mask, values.dtype), values.dtype, loss.reduction))
+    mask = ops.cast(mask, values.dtype)
+    return ops.sum(internals.apply_mask(weight, mask, dtype=values.dtype, reduction=loss.reduction))
 
 
 def share_of(loss: Any, part: Part, index: int, kind: Kind, y: Any, y_pred: Any, sample_weight: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy
 
+from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.streaming import KerasStream
 
 _count = itertools.count()
@@ -74,7 +75,7 @@ class Data:
             self.stream.count(num_batches)
         if self._left_to_count and self._iterator is not None:
             # Keras counts what was drawn from a pass, and this one began later than it knows.
-            self._iterator._steps_seen += self._left_to_count
+            internals.count_steps(self._iterator, self._left_to_count)
             self._left_to_count = 0
 
     def end_epoch(self) -> None:
@@ -120,12 +121,12 @@ class Data:
         restore_torch(position["now"])
 
     def _follow(self, iterator: Any) -> None:
-        plain: Callable[[], Any] = iterator._get_iterator
+        plain: Callable[[], Any] = getattr(iterator, internals.GET_ITERATOR)
         if keras.backend.backend() == "tensorflow" and type(self._adapter).__name__ == "ArrayDataAdapter":
             shuffle = getattr(self._adapter, "_shuffle", False)
             if shuffle:
                 self._shuffle = "batch" if shuffle == "batch" else "all"
-                iterator._distributed_dataset = ordered(self._adapter, self._order)
+                setattr(iterator, internals.DISTRIBUTED_DATASET, ordered(self._adapter, self._order))
 
         def get_iterator() -> Any:
             dropped, resumed = 0, {}
@@ -144,7 +145,7 @@ class Data:
             goes_on_in = self.goes_on and bool(resumed)
             return self._after(found, dropped, resumed) if dropped or goes_on_in else found
 
-        iterator._get_iterator = get_iterator
+        setattr(iterator, internals.GET_ITERATOR, get_iterator)
 
     def _after(self, batches: Any, dropped: int, resumed: dict[str, Any]) -> Iterator[Any]:
         """What follows so many batches, which are drawn: what is random in the model goes on as it would have."""
@@ -171,7 +172,7 @@ def found_in_fit() -> tuple[Any, list[Any]]:
     frame = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals if frame.f_code.co_name == "fit" else {}
-        if hasattr(names.get("epoch_iterator"), "_get_iterator"):
+        if hasattr(names.get("epoch_iterator"), internals.GET_ITERATOR):
             return names["epoch_iterator"], list(getattr(names.get("callbacks"), "callbacks", []))
         frame = frame.f_back  # type: ignore[assignment]
     return None, []
@@ -184,8 +185,9 @@ def ordered(adapter: Any, order: Callable[[int, int], Any]) -> Any:
     """
     import tensorflow as tf
 
-    num_samples, size = int(adapter._num_samples), int(adapter.batch_size)
-    arrays = [None if one is None else tf.convert_to_tensor(one) for one in keras.tree.flatten(adapter._inputs)]
+    num_samples, given = internals.arrays_of(adapter)
+    size = int(adapter.batch_size)
+    arrays = [None if one is None else tf.convert_to_tensor(one) for one in keras.tree.flatten(given)]
     whole = num_samples % size == 0
 
     def batches(_: Any) -> Any:
@@ -200,7 +202,7 @@ def ordered(adapter: Any, order: Callable[[int, int], Any]) -> Any:
                 # Keras's own says so, too, and steps are traced for what is known of a batch.
                 chosen.set_shape([size])
             parts = [None if one is None else tf.gather(one, chosen, axis=0) for one in arrays]
-            return keras.tree.lists_to_tuples(keras.tree.pack_sequence_as(adapter._inputs, parts))
+            return keras.tree.lists_to_tuples(keras.tree.pack_sequence_as(given, parts))
 
         return tf.data.Dataset.range(0, num_samples, size).map(batch, num_parallel_calls=tf.data.AUTOTUNE)
 
@@ -226,33 +228,24 @@ def random_states() -> dict[str, Any]:
     return found
 
 
-def check_random(found: dict[str, Any]) -> None:
-    """Fails where `restore_random` would, without changing anything."""
+def restore_random(found: dict[str, Any], *, rehearse: bool = False) -> None:
+    """Goes back to the states that `random_states` gave; with `rehearse` only fails where that would fail."""
+    python: Any = random.Random(0) if rehearse else random
+    arrays: Any = numpy.random.RandomState(0) if rehearse else numpy.random
     version, numbers, gauss = found["python"]
-    random.Random(0).setstate((version, tuple(int(number) for number in numbers), gauss))
+    python.setstate((version, tuple(int(number) for number in numbers), gauss))
     name, keys, position, has_gauss, cached = found["numpy"]
-    numpy.random.RandomState(0).set_state((name, keys, position, has_gauss, cached))
-    if "torch" in found and "torch" in sys.modules:
-        import torch
-
-        torch.Generator().set_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
+    arrays.set_state((name, keys, position, has_gauss, cached))
+    restore_torch(found, rehearse=rehearse)
 
 
-def restore_random(found: dict[str, Any]) -> None:
-    """Goes back to the states that `random_states` gave."""
-    version, numbers, gauss = found["python"]
-    random.setstate((version, tuple(int(number) for number in numbers), gauss))
-    name, keys, position, has_gauss, cached = found["numpy"]
-    numpy.random.set_state((name, keys, position, has_gauss, cached))
-    restore_torch(found)
-
-
-def restore_torch(found: dict[str, Any]) -> None:
+def restore_torch(found: dict[str, Any], *, rehearse: bool = False) -> None:
     """PyTorch's state alone, from which layers draw there."""
     if "torch" in found and "torch" in sys.modules:
         import torch
 
-        torch.set_rng_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
+        generator = torch.Generator() if rehearse else torch.default_generator
+        generator.set_state(torch.from_numpy(numpy.ascontiguousarray(found["torch"])))
 
 
 def order_seed() -> int:

@@ -11,7 +11,7 @@ import jax
 import keras
 
 from memfit.core.guarding import BrokenUpdate
-from memfit.frameworks.jax.guard.memory_request import Room
+from memfit.frameworks.jax.guard.memory_request import MemoryRequest
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.steps import Each, Steps
@@ -25,7 +25,7 @@ class BackendSteps(Steps):
         self._state: Any = None
         self._last: Any = None
         self._jitted: Any = None
-        self._room: Room | None = None
+        self._room: MemoryRequest | None = None
 
     def over(self, *arguments: Any) -> Any:
         """The state and an iterator; as many batches as there are steps in an execution."""
@@ -39,7 +39,7 @@ class BackendSteps(Steps):
             logs, self._state = self._function(self._state, iter([batch]))
         else:
             if self._room is None:
-                self._room = Room(step)
+                self._room = MemoryRequest(step)
             self._room.ask((self._state, batch), self.settle)
             logs, self._state = step(self._state, batch)
         self._last = logs
@@ -68,7 +68,7 @@ class BackendSteps(Steps):
 
     def values(self) -> dict[str, Any] | None:
         """The state that the fit in progress holds; None between epochs."""
-        if self.model._jax_state_synced or self._state is None:
+        if not internals.holds_jax_state(self.model) or self._state is None:
             return None
         return dict(zip(variables.GROUPS, self._state, strict=True))
 
@@ -76,18 +76,17 @@ class BackendSteps(Steps):
         """Gives the variables, which are empty within an epoch, the values of the state."""
         for group, values in zip(variables.grouped(self.model).values(), self._state or (), strict=False):
             for variable, value in zip(group, values, strict=True):
-                variable._value = value
+                internals.set_tensor(variable, value)
 
     def load(self) -> None:
         """Takes the state from the variables, and empties them, as Keras does at the beginning of an epoch."""
-        groups = ("trainable", "non_trainable", "optimizer", "metrics", "purge_model")
-        self._state = self.model._get_jax_state(**{f"{name}_variables": True for name in groups})
+        self._state = internals.take_jax_state(self.model)
 
     def give_back(self) -> None:
         """Keras does so only with what a whole step has left."""
         if self.values() is not None and not self._is_gone:
             self.fill()
-            self.model._jax_state_synced = True
+            internals.give_jax_state(self.model)
 
     @property
     def _is_gone(self) -> bool:

@@ -24,7 +24,7 @@ from memfit.core.guarding import (
     CannotFit,
     Fallbacks,
     GuardOptions,
-    OutOfMemory,
+    MemoryFailure,
     Splitting,
 )
 from memfit.core.oom import caught
@@ -35,11 +35,12 @@ from memfit.core.state_tree import Decoder, Encoder
 from memfit.core.tensor_file import TensorFile, array_entry
 from memfit.core.typed_data import Count, mismatch
 from memfit.core.units import format_size
+from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import FittedModel, check_split, with_statistics
 from memfit.frameworks.keras.apply.units import units
 from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.callbacks import CallbackStates
-from memfit.frameworks.keras.guard.data import Data, check_random
+from memfit.frameworks.keras.guard.data import Data, restore_random
 from memfit.frameworks.keras.guard.steps import make_steps
 from memfit.frameworks.keras.model import check_known, check_model, has_call, number_of
 from memfit.frameworks.keras.trace.planning import loop_factor
@@ -142,7 +143,7 @@ class KerasLoop(GuardedLoop):
         """Whether the batch that was passed over was the last such one."""
         return self._batch == self._skip
 
-    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> MemoryFailure | None:
         """Trains on the batch once, by these settings."""
         self._has_begun, self.happened = False, None
 
@@ -292,7 +293,7 @@ class KerasLoop(GuardedLoop):
         with self.filled():
             return make_plan(self.model, batch=self.batch, device=device, budget=budget_bytes, allow=allow).settings
 
-    def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
+    def explain(self, failure: MemoryFailure, settings: Settings, why_whole: str) -> str:
         """What was tried, what the model's state takes, what to do."""
         tried = f"micro-batches of {settings.micro_batch_size}" if settings.micro_batch_size else "whole batches"
         if settings.checkpoint:
@@ -358,7 +359,7 @@ class KerasLoop(GuardedLoop):
                 raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {problem}")
             check(resumed.progress)
             for name in ("random", "now"):
-                check_random(resumed.progress["data"][name])
+                restore_random(resumed.progress["data"][name], rehearse=True)
             self.watch_callbacks().check(resumed.callbacks, decoder)
         except (BadCheckpoint, MemoryError):
             raise
@@ -371,7 +372,7 @@ class KerasLoop(GuardedLoop):
         self._resumed, self._epoch = resumed, int(resumed.progress["epoch"])
         if self._num_epochs is not None:
             # Keras begins with this epoch, as after its own BackupAndRestore.
-            self.model._initial_epoch = max(self._num_epochs, self._epoch) if self._is_over else self._epoch
+            internals.begin_at(self.model, max(self._num_epochs, self._epoch) if self._is_over else self._epoch)
         if variables.is_built(self.model):
             self._load_variables(resumed, in_epoch=False)
         elif self._is_over:
@@ -439,7 +440,7 @@ class KerasLoop(GuardedLoop):
     def _make_variables(self, **source: Any) -> None:
         """Makes what the first step would make, of a batch or of the iterator that has one."""
         if has_call(self.model):
-            self.model._symbolic_build(**source)
+            internals.symbolic_build(self.model, **source)
         elif self.model.optimizer is not None:
             self.model.optimizer.build(self.model.trainable_variables)
 
@@ -477,7 +478,7 @@ class KerasLoop(GuardedLoop):
         self._steps.remove()
         self._fitted.undo()
         self.data.close()
-        self.model._initial_epoch = None
+        internals.begin_at(self.model, None)
 
 
 class _Position(TypedDict):
@@ -507,7 +508,7 @@ class _Progress(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a checkpoint says."""
+    """The content of a checkpoint that is being resumed from."""
 
     directory: Path
     progress: dict[str, Any]

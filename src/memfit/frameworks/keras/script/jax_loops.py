@@ -41,7 +41,7 @@ class _Call:
 
     @property
     def key(self) -> Any:
-        """The same for functions that are made anew in each turn."""
+        """A key that stays equal when a loop makes the same function anew in each turn."""
         inner = inspect.unwrap(self.function)
         return getattr(inner, "__code__", None) or id(inner)
 

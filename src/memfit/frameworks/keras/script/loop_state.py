@@ -41,7 +41,7 @@ class LoopState:
         `instead` is called in place of `stateless_apply`, with that, the optimizer and its arguments.
         """
         for name in ("apply", "stateless_apply"):
-            base = internals.base_optimizer().BaseOptimizer
+            base = internals.base_optimizer.BaseOptimizer
             setattr(base, name, self._noting(getattr(base, name), instead if name != "apply" else None))
 
     def _noting(self, plain: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:

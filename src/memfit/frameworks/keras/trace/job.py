@@ -37,7 +37,7 @@ _BACKENDS = ("torch", "jax", "tensorflow")
 
 
 @contextmanager
-def untouched(model: Any) -> Iterator[None]:
+def restoring(model: Any) -> Iterator[None]:
     """Puts the model, its optimizer, metrics and seeds, and the random states back at the end."""
     before = Snapshot([model, internals.global_seed_generator()])
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -154,7 +154,7 @@ def traced(
 ) -> Trace:
     """The trace of a model's own step for the shapes of a batch; the model is left as it was."""
     tracer = import_module(f"memfit.frameworks.keras.trace.{backend}_backend")
-    with untouched(model):
+    with restoring(model):
         build(model, batch, training=training)
         found: Trace = tracer.trace(model, batch, device, training=training, settings=settings)
     return found

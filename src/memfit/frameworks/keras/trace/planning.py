@@ -18,7 +18,7 @@ from memfit.frameworks.keras.apply.fitted import check_split, in_words, with_ran
 from memfit.frameworks.keras.apply.units import units
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
 from memfit.frameworks.keras.model import build
-from memfit.frameworks.keras.trace.job import untouched
+from memfit.frameworks.keras.trace.job import restoring
 
 _TIMED_SAMPLES = 8
 _NUM_TIMED = 3
@@ -30,7 +30,7 @@ def facts_of(model: Any, batch: Batch, target: Device) -> StepFacts:
     """What of a compiled model can be split and recomputed, and how fast it is."""
     backend = str(keras.backend.backend())
     not_split, approximate, is_random = "", "", False
-    with untouched(model):
+    with restoring(model):
         with doing("checking whether the batch can be split"):
             # Layers of a model that was never called aren't there yet.
             build(model, batch, training=True)
@@ -81,7 +81,7 @@ def time_forward(model: Any, batch: Batch) -> tuple[float, float] | None:
     """(seconds of one sample, seconds of a call however small) of the forward pass; None where it can't be run."""
     size = batch.batch_size or 1
     many = min(size, max(_TIMED_SAMPLES, size // _TIMED_SAMPLES))
-    with untouched(model), warnings.catch_warnings():
+    with restoring(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         build(model, batch, training=True)
         try:

@@ -46,7 +46,7 @@ def compiles_on(model: Any, device: Device, settings: Settings | None) -> bool:
         return False
     if tf.config.list_physical_devices("GPU") or getattr(model, "_distribute_strategy", None):
         return False
-    return internals.supports_jit(model)
+    return bool(internals.model_supports_jit(model))
 
 
 def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None) -> Trace:

@@ -77,7 +77,7 @@ class _Tracer:
             # Keras makes a generator of random numbers on the device for each layer that draws some.
             generators = random_replacements(CudaDevices(self.device, 1), 1) if self.on_cuda else []
             stack.enter_context(self.simulation.running(generators))
-            updates = update_replacements(internals.base_optimizer(), self._begin_update, self._end_update)
+            updates = update_replacements(internals.base_optimizer, self._begin_update, self._end_update)
             stack.enter_context(replaced(updates))
             recorder.enter(Phase.SETUP, 0)
             self._prepare(stack, settings)
@@ -88,8 +88,15 @@ class _Tracer:
             trained = list(model.trainable_variables) if self.training else []
         notes = tuple(self.simulation.notes.found.values())
         notes = (*notes, _NOT_COMPILED) if self.training and model.jit_compile is True else notes
-        grouped_bytes = self.simulation.grouped_bytes
-        trace = Trace(recorder.timeline(), notes, 0, 0, batch.size_bytes, grouped_bytes=grouped_bytes)
+        trace = Trace(
+            recorder.timeline(),
+            notes,
+            0,
+            0,
+            batch.size_bytes,
+            grouped_bytes=self.simulation.grouped_bytes,
+            has_regimes=self.on_cuda,
+        )
         return trace_of(trace, self.variables, trained)
 
     def _swap(self, stack: ExitStack) -> None:
@@ -101,10 +108,10 @@ class _Tracer:
                     # Lists of parameters that Keras keeps for PyTorch, and modules of PyTorch inside of layers.
                     stack.enter_context(swapped(module, copies))
         for one in variables_of(self.model, training=self.training):
-            one.variable._value = copies.of(internals.tensor_of(one.variable))
+            internals.set_tensor(one.variable, copies.of(internals.tensor_of(one.variable)))
         seeds = internals.global_seed_generator()
         if seeds is not None:
-            seeds.state._value = copies.of(internals.tensor_of(seeds.state))
+            internals.set_tensor(seeds.state, copies.of(internals.tensor_of(seeds.state)))
 
     def _prepare(self, stack: ExitStack, settings: Settings | None) -> None:
         """Applies the settings, makes the optimizer's variables and says what everything is for."""

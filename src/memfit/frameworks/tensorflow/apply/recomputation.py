@@ -75,7 +75,7 @@ def _gradients(
 
 
 def _after(values: list[Any], num_weights: int, gradients: list[Any], compiled: bool) -> list[Any]:
-    """The same values, not before the gradients are there."""
+    """The values unchanged, made to wait until the gradients have been computed."""
     if tf.executing_eagerly() or not gradients:
         return values
     if not compiled:

@@ -2,7 +2,7 @@
 
 A tensor that is saved twice, in the same or another shape, travels once. On CUDA the copies are asynchronous, from and
 to pinned memory, on the stream that computes: its order is all the synchronisation there is to get wrong, at the price
-that copies don't overlap with kernels. On the CPU a copy is made all the same; it saves nothing there.
+that copies don't overlap with kernels. On the CPU a copy is made as well; it saves nothing there.
 
 On the simulated device only the shape is kept, and a new block is made when the tensor is needed again.
 """

@@ -125,7 +125,7 @@ def _worth_chunking(logits: Any, target: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is done to each chunk."""
+    """The computation on each chunk of the logits."""
 
     function: Callable[..., torch.Tensor]
     """`cross_entropy` or `nll_loss`."""

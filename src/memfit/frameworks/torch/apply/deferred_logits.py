@@ -119,7 +119,7 @@ def deferred(recipe: Recipe, dtype: torch.dtype | None = None) -> DeferredLogits
         shape = [*hidden.shape[:-1], weight.shape[0]]
         if recipe.classes_second:
             shape = [shape[0], shape[2], shape[1]]
-        logits = torch.Tensor._make_wrapper_subclass(
+        logits: DeferredLogits = getattr(*internals.place("make_wrapper_subclass"))(
             DeferredLogits, shape, dtype=dtype or recipe.dtype, device=hidden.device, requires_grad=grad
         )
         logits.recipe = recipe

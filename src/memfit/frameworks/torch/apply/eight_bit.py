@@ -194,7 +194,7 @@ class _Options:
         *,
         by_kernel: bool,
     ) -> None:
-        """The same with moments of 8 bits, in one kernel without temporaries where there is one."""
+        """Updates parameters with moments of 8 bits, by one kernel without temporaries where there is one."""
         if by_kernel:
             numbers = (*self.betas, 0.0, 0.0, self.epsilon, self.step, self.rate)
             torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(

@@ -36,7 +36,7 @@ _FITTED: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 class Fitted:
     """A model and its optimizer, run as `settings` say; `step` runs one update.
 
-    It changes the objects it is given; `close`, or leaving it as a context manager, puts them back. A loss function
+    Changes the objects it is given; `close`, or leaving it as a context manager, puts them back. A loss function
     takes the model and a batch, any nesting of tensors, and returns the scalar loss or (loss, weight).
 
     Args:

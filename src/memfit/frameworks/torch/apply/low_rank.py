@@ -64,7 +64,7 @@ def adapter_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """The parameters that `add_adapters` has added."""
     for module in model.modules():
         for name in (DOWN, UP):
-            parameter = module._parameters.get(name)
+            parameter = internals.parameters_of(module).get(name)
             if parameter is not None:
                 yield parameter
 
@@ -86,7 +86,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _can_adapt(module: torch.nn.Module) -> bool:
-    """Whether it is a linear layer, or that of GPT-2 in transformers, whose weight is transposed."""
+    """True for a linear layer, and for the `Conv1D` of GPT-2 in transformers, whose weight is transposed."""
     kind = type(module)
     return _is_linear(module) or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
@@ -94,7 +94,7 @@ def _can_adapt(module: torch.nn.Module) -> bool:
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The linear layers that get adapters, each once."""
     left_out = _head(model)
-    holders = Counter(weight for module in model.modules() for weight in module._parameters.values())
+    holders = Counter(weight for module in model.modules() for weight in internals.parameters_of(module).values())
     inside = {
         part
         for module in model.modules()
@@ -202,7 +202,7 @@ def _adapted(layer: torch.nn.Module, rank: int, weights: _Weights | None) -> Und
     @torch.no_grad()
     def undo() -> None:
         layer.__class__ = plain
-        learned_up, learned_down = (layer._parameters.pop(name, None) for name in (UP, DOWN))
+        learned_up, learned_down = (internals.parameters_of(layer).pop(name, None) for name in (UP, DOWN))
         if restore is not None:
             restore()
         if learned_up is not None and learned_down is not None and not simulated(learned_up) and learned_up.any():
@@ -235,8 +235,7 @@ def _quantized(layer: torch.nn.Module, weights: _Weights) -> Undo:
             # Nobody asks for the memory that this takes in a simulation.
             with internals.outside_simulation():
                 weight.data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        layer._buffers.pop(_SCALES, None)
-        layer._non_persistent_buffers_set.discard(_SCALES)
+        delattr(layer, _SCALES)
 
     return undo
 

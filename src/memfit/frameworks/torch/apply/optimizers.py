@@ -160,22 +160,22 @@ def _kernels_set(kernels: OptimizerKernels, optimizer: torch.optim.Optimizer) ->
         (options, {name: options[name] for name in wanted if name in options})
         for options in (optimizer.defaults, *optimizer.param_groups)
     ]
-    scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
+    scaling = getattr(optimizer, internals.TAKES_SCALE, None)
     for options, before in saved:
         options.update({name: wanted[name] for name in before})
     _place_counters(optimizer)
     if scaling is not None or fused:
         # As the constructor does: gradient scalers hand their scale over to a fused step.
-        optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        setattr(optimizer, internals.TAKES_SCALE, fused)
 
     def undo() -> None:
         # A loaded checkpoint makes groups anew, in the same order.
         for options, (_, before) in zip((optimizer.defaults, *optimizer.param_groups), saved, strict=False):
             options.update(before)
         if scaling is not None:
-            optimizer._step_supports_amp_scaling = scaling  # type: ignore[attr-defined]
+            setattr(optimizer, internals.TAKES_SCALE, scaling)
         elif fused:
-            vars(optimizer).pop("_step_supports_amp_scaling", None)
+            vars(optimizer).pop(internals.TAKES_SCALE, None)
         _place_counters(optimizer)
 
     return undo

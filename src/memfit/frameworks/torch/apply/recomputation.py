@@ -190,7 +190,7 @@ class _Recomputation(AbstractContextManager[None]):
         with ExitStack() as stack:
             stack.enter_context(self._around())
             for part in self._module.modules():
-                buffers = part._buffers
+                buffers = internals.buffers_of(part)
                 if isinstance(part, internals.NormBase) and part.training and buffers.get("running_mean") is not None:
                     originals = {name: buffers[name] for name in _RUNNING}
                     stack.callback(buffers.update, originals)
@@ -209,7 +209,7 @@ def _versions(
     tensors = [("one of its inputs", tensor) for tensor in tensors_in((args, kwargs))]
     for prefix, part in module.named_modules():
         if not isinstance(part, internals.NormBase):
-            buffers = ((name, buffer) for name, buffer in part._buffers.items() if buffer is not None)
+            buffers = ((name, buffer) for name, buffer in internals.buffers_of(part).items() if buffer is not None)
             tensors += [(f"its buffer {f'{prefix}.{name}'.lstrip('.')!r}", buffer) for name, buffer in buffers]
     return [(name, tensor, internals.version_of(tensor)) for name, tensor in tensors]
 

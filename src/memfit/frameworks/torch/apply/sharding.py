@@ -46,7 +46,7 @@ class Sharded:
         self._places = [
             (module, name, parameter)
             for module in model.modules()
-            for name, parameter in module._parameters.items()
+            for name, parameter in internals.parameters_of(module).items()
             if parameter is not None
         ]
         self._host_bytes = 0
@@ -64,7 +64,7 @@ class Sharded:
 
     def replace(self) -> None:
         """Has the optimizer train the shards, and lets go of the whole parameters, which nobody reads meanwhile."""
-        now = {id(old): module._parameters[name] for module, name, old in self._places}
+        now = {id(old): internals.parameters_of(module)[name] for module, name, old in self._places}
         _exchange(self._optimizer, now, _shard_of)
         for _, _, parameter in self._places:
             parameter.data = parameter.data.new_empty(0)
@@ -79,7 +79,7 @@ class Sharded:
                 module.reshard()
         back: dict[int, Any] = {}
         for module, name, old in self._places:
-            shard: Any = module._parameters[name]
+            shard: Any = internals.parameters_of(module)[name]
             if id(shard) not in back:
                 back[id(shard)] = old
                 gradient = None if shard.grad is None else _whole(shard.grad, old.device)
@@ -87,7 +87,7 @@ class Sharded:
                 old.grad = gradient
         _exchange(self._optimizer, back, lambda tensor, shard, old: _whole(tensor, old.device))
         for module, name, old in self._places:
-            module._parameters[name] = old
+            internals.parameters_of(module)[name] = old
         for module, kind in self._kinds:
             if isinstance(module, torch.distributed.fsdp.FSDPModule):
                 internals.forget_sharding(module)

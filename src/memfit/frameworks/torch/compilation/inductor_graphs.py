@@ -40,12 +40,16 @@ class GraphMemory:
         recorder: receives them.
         origin: knows where the user's code is.
         on_cuda: whether the device is a GPU.
+        entered: called whenever a graph runs.
     """
 
-    def __init__(self, recorder: Recorder, origin: OriginTracker, on_cuda: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, origin: OriginTracker, on_cuda: bool, entered: Callable[[], None] = lambda: None
+    ) -> None:
         self.recorder = recorder
         self.origin = origin
         self.on_cuda = on_cuda
+        self.entered = entered
         self.in_cuda_graphs = False
         """Whether graphs that are compiled from now on are captured as CUDA graphs."""
         self._due: list[int] = []
@@ -68,6 +72,7 @@ class GraphMemory:
         due, self._due = self._due, []
 
         def call(args: Any) -> Any:
+            self.entered()
             while due:
                 self.recorder.add_transient([due.pop()], "inductor.autotuning", Category.WORKSPACE)
             with uninterrupted():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memfit.core.device import Device
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, in_owner
 
 UNKNOWN_TOTAL_BYTES = 2**40
@@ -134,7 +135,7 @@ class CudaDevices:
             raise error(f"CUDA error: invalid device ordinal\n{self._hint(index)}")
 
     def properties(self, index: int) -> DeviceProperties:
-        """What one device can do."""
+        """Properties of one device, as `torch.cuda.get_device_properties` gives them."""
         if not self._is_there(index):
             raise AssertionError(f"Invalid device id. {self._hint(index)}")
         return DeviceProperties(self.device, index)
@@ -193,8 +194,8 @@ class CudaDevices:
         supported = {"supported_dtypes": {dtype for dtype in dtypes if not str(dtype).startswith("torch.q")}}
 
         def get_properties(device: Any = None) -> DeviceProperties:
-            cuda._lazy_init()
-            return self.properties(cuda._get_device_index(device, optional=True))
+            internals.lazy_cuda_init()
+            return self.properties(internals.device_index(device, optional=True))
 
         functions = {
             "_CudaDeviceProperties": DeviceProperties,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, in_owner
 
@@ -254,7 +255,7 @@ def stream_replacements(devices: CudaDevices, report: Callable[[str, str], None]
         # PyTorch's own refuses any other stream than its own before a function mode can see the call.
         Replacement(torch.Tensor, "record_stream", _nothing),
         # A list of streams that scattering keeps for the next time.
-        Replacement(torch.nn.parallel._functions, "_streams", None),
+        Replacement(internals.parallel_functions, "_streams", None),
     ]
 
 

@@ -54,14 +54,14 @@ class _Begin(TypedDict):
 
 
 class _States(TypedDict):
-    """What its order was drawn from."""
+    """Random states from which the order of the data was drawn."""
 
     random: "_Random"
     own: dict[str, Any]
 
 
 class _Random(TypedDict):
-    """As `RandomState.to_tree` makes it."""
+    """A state of random generators, as `RandomState.to_tree` makes it."""
 
     python: Any
     torch_cpu: Any

@@ -91,7 +91,7 @@ def named_dtype(name: str) -> torch.dtype:
 
 
 def is_shard(value: Any) -> bool:
-    """Whether it is a tensor of which this process holds a part (DTensor)."""
+    """True for a DTensor, of which this process holds a shard."""
     # Before `torch.distributed` is in use nothing is a DTensor, and importing it takes a second.
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 

@@ -196,7 +196,7 @@ class Combined:
 
 
 def structure(model: torch.nn.Module) -> object:
-    """The same for models that are built alike, whatever their values."""
+    """A value that is equal for models of the same architecture, whatever their weights."""
     return str(model), tuple((name, tuple(value.shape), value.dtype) for name, value in model.named_parameters())
 
 

@@ -56,7 +56,20 @@ class FullySharded(ExchangingRanks):
         own = [0.0]
 
         def measure() -> None:
-            own[0] = self._sum_of_squares(parameters)
+            # Of the gradients here; those that several processes have alike count in part.
+            total = 0.0
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                num_alike = self.num_ranks
+                if isinstance(gradient, DTensor):
+                    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+                    num_alike = self.num_ranks // math.prod(size for placement, size in sizes if placement.is_shard())
+                local = _local(gradient)
+                precise = torch.promote_types(local.dtype, torch.float32)
+                total += float(torch.linalg.vector_norm(local, dtype=precise)) ** 2 / num_alike
+            own[0] = total
 
         self.together(measure)
         factor = norm / (math.sqrt(super().total(own[0])) + 1e-6)
@@ -83,22 +96,6 @@ class FullySharded(ExchangingRanks):
             torch.accelerator.synchronize()
         internals.recover_fsdp(self._states)
         self.ready()
-
-    def _sum_of_squares(self, parameters: list[torch.nn.Parameter]) -> float:
-        """Of the gradients here; those that several processes have alike count in part."""
-        total = 0.0
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            num_alike = self.num_ranks
-            if isinstance(gradient, DTensor):
-                sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-                num_alike = self.num_ranks // math.prod(size for placement, size in sizes if placement.is_shard())
-            local = _local(gradient)
-            precise = torch.promote_types(local.dtype, torch.float32)
-            total += float(torch.linalg.vector_norm(local, dtype=precise)) ** 2 / num_alike
-        return total
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

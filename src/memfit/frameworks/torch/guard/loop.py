@@ -13,7 +13,16 @@ import torch
 from memfit.core.adapter import GuardedLoop
 from memfit.core.device import Origin
 from memfit.core.errors import BadBatch, BadInput, BadModel, BadOptimizer
-from memfit.core.guarding import BatchSize, Blame, BrokenUpdate, Fallbacks, GuardOptions, OutOfMemory, Splitting, Where
+from memfit.core.guarding import (
+    BatchSize,
+    Blame,
+    BrokenUpdate,
+    Fallbacks,
+    GuardOptions,
+    MemoryFailure,
+    Splitting,
+    Where,
+)
 from memfit.core.oom import caught, recognise
 from memfit.core.own_memory import limits, read_sizes
 from memfit.core.plan import Plan
@@ -116,7 +125,7 @@ class TorchLoop(GuardedLoop):
         """The next attempt makes an update of the batches so far, whose passes have been run."""
         self.is_due, self._has_passed = True, not self.transaction.is_stale
 
-    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+    def attempt(self, settings_of: Callable[[Any], Settings], *, again: bool) -> MemoryFailure | None:
         """Passes of the last batch, or of the whole window again, and the update where it is due."""
         self.in_update, self.happened = False, None
         failure = None
@@ -129,9 +138,9 @@ class TorchLoop(GuardedLoop):
                 failure = self._commit()
         return failure
 
-    def _commit(self) -> OutOfMemory | None:
+    def _commit(self) -> MemoryFailure | None:
         """The update, and what goes with it; what ran out before anything had changed."""
-        outcome: OutOfMemory | bool | None = None
+        outcome: MemoryFailure | bool | None = None
         try:
             outcome = self.transaction.commit()
             if outcome is True and self._scheduler is not None:
@@ -143,7 +152,7 @@ class TorchLoop(GuardedLoop):
                 if not isinstance(error, BrokenUpdate) and recognise(error) is not None:
                     raise BrokenUpdate(self.broken) from error
             raise
-        if isinstance(outcome, OutOfMemory):
+        if isinstance(outcome, MemoryFailure):
             return outcome
         self.happened = outcome
         return None
@@ -330,7 +339,7 @@ class TorchLoop(GuardedLoop):
         """What parts of a batch compute in another way than the whole."""
         return self.transaction.differences(settings.micro_batches)
 
-    def explain(self, failure: OutOfMemory, settings: Settings, why_whole: str) -> str:
+    def explain(self, failure: MemoryFailure, settings: Settings, why_whole: str) -> str:
         """What was tried, what would be needed, what to do."""
         parameters = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         size = f" for {format_size(failure.requested_bytes)}" if failure.requested_bytes else ""

@@ -90,7 +90,12 @@ class Counter:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if self.num_done < self.num_skipped:
                 self.num_done += 1
-                _make_finite(args, kwargs)
+                # Clears the output of a skipped operation, so that code that checks its numbers finds nothing odd.
+                # The output comes first in all of them.
+                output = args[0] if args else kwargs.get("output_tensor", kwargs.get("output", kwargs.get("tensor")))
+                for tensor in output if isinstance(output, list) else [output]:
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.detach().zero_()
                 return Done() if kwargs.get("async_op") else None
             arguments = (*args, *kwargs.values())
             group = next((value for value in arguments if isinstance(value, dist.ProcessGroup)), None)
@@ -102,15 +107,6 @@ class Counter:
                 self.num_done += number != num_begun(group)
 
         return counted
-
-
-def _make_finite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Clears the output of a skipped operation, so that code that checks its numbers finds nothing odd."""
-    # The output comes first in all of them.
-    output = args[0] if args else kwargs.get("output_tensor", kwargs.get("output", kwargs.get("tensor")))
-    for tensor in output if isinstance(output, list) else [output]:
-        if isinstance(tensor, torch.Tensor):
-            tensor.detach().zero_()
 
 
 class ExchangingRanks(Ranks):
@@ -208,7 +204,7 @@ class ExchangingRanks(Ranks):
         """Called before each such pass; afterwards the model is in the same state before all of them."""
 
     def reset(self) -> None:
-        """The same after a pass that failed."""
+        """Makes ready for the next pass after one that failed."""
 
     def run_collective(self, num_passes: int, run_part: Callable[[int], None], smallest: Callable[[], None]) -> None:
         """Runs passes, of which one process may fail without leaving the others waiting.

@@ -99,7 +99,7 @@ class Buffers:
 
     @property
     def size_bytes(self) -> int:
-        """What the copies take."""
+        """Bytes of the copies."""
         return sum(copy.numel() * copy.element_size() for _, copy in self._copies.values())
 
     def restore(self) -> None:
@@ -156,7 +156,7 @@ class Buffers:
 class Attributes:
     """Plain attributes of a model's modules: the hidden state of the last batch, a counter, a list of losses.
 
-    Values are kept by reference and containers by what they hold, so that this takes no memory to speak of. PyTorch's
+    Values are kept by reference and containers by shallow copies, which take hardly any memory. PyTorch's
     own modules have none that a pass changes.
     """
 
@@ -216,7 +216,7 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """What the copies take."""
+        """Bytes of the copies."""
         return sum(self._known[module][0].size_bytes for module in self._begun)
 
     def restore(self) -> None:

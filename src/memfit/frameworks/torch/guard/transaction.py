@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from memfit.core import heap
-from memfit.core.guarding import CannotFit, OutOfMemory, Where
+from memfit.core.guarding import CannotFit, MemoryFailure, Where
 from memfit.core.oom import caught
 from memfit.core.settings import Settings
 from memfit.frameworks.torch import internals, oom
@@ -137,13 +137,13 @@ class Transaction:
         self.entries.append(entry)
         return entry
 
-    def run(self, settings_of: Callable[[Any], Settings], *, again: bool) -> OutOfMemory | None:
+    def run(self, settings_of: Callable[[Any], Settings], *, again: bool) -> MemoryFailure | None:
         """Runs the last batch of the window, or all of them `again`; what ran out, on this or another process.
 
         Raises:
             CannotFit: a batch that must be run again was changed in place.
         """
-        failure: OutOfMemory | None = None
+        failure: MemoryFailure | None = None
         again = again or self.is_stale
         for entry in self.entries if again else self.entries[-1:]:
             if again:
@@ -160,11 +160,11 @@ class Transaction:
         self.is_stale = failure is not None
         return failure
 
-    def finish(self) -> OutOfMemory | None:
+    def finish(self) -> MemoryFailure | None:
         """Makes the gradients those of the window and prepares the update; what ran out, on this or another process."""
         return self._voted(caught(self._prepare))
 
-    def commit(self) -> bool | OutOfMemory:
+    def commit(self) -> bool | MemoryFailure:
         """Updates the parameters; False where the update was left out. Nothing can be undone afterwards.
 
         What ran out before anything had changed is returned: the window can be rolled back. Other processes may have
@@ -193,7 +193,7 @@ class Transaction:
         self.entries.clear()
         self.last_run = None
 
-    def update_by(self, update: Callable[[], object]) -> OutOfMemory | None:
+    def update_by(self, update: Callable[[], object]) -> MemoryFailure | None:
         """Has `update`, another library's, change the parameters; what ran out before anything had changed."""
         failure = caught(self._update.prepare)
         if failure is None:
@@ -241,9 +241,9 @@ class Transaction:
 
     # Parts.
 
-    def _voted(self, failure: OutOfMemory | None) -> OutOfMemory | None:
+    def _voted(self, failure: MemoryFailure | None) -> MemoryFailure | None:
         if self.ranks.any(failure is not None) and failure is None:
-            return OutOfMemory(oom.where_of(self.model), "another rank", text="another process ran out of memory")
+            return MemoryFailure(oom.where_of(self.model), "another rank", text="another process ran out of memory")
         return failure
 
     def _run(self, entry: Entry, settings: Settings) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from memfit.core.guarding import BrokenUpdate, OutOfMemory
+from memfit.core.guarding import BrokenUpdate, MemoryFailure
 from memfit.core.oom import caught, recognise
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.single_updates import plain_step
@@ -60,7 +60,7 @@ class Update:
         Raises what the allocator raises where it isn't; nothing has changed then.
         """
 
-        def make_room(failure: OutOfMemory, num_failures: int, name: str) -> bool:
+        def make_room(failure: MemoryFailure, num_failures: int, name: str) -> bool:
             if not num_failures:
                 self.relieve()
             return not num_failures
@@ -199,7 +199,7 @@ class _Retrying(TorchDispatchMode):
         self._note(written)
         return result
 
-    def _make_room(self, failure: OutOfMemory, num_failures: int, name: str) -> bool:
+    def _make_room(self, failure: MemoryFailure, num_failures: int, name: str) -> bool:
         if num_failures == len(self._waits_seconds):
             return False
         time.sleep(self._waits_seconds[num_failures])

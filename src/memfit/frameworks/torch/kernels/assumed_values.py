@@ -264,7 +264,7 @@ def _total(parts: _Parts) -> int:
 
 
 def _source(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, tensor._version
+    return internals.storage_address(tensor.untyped_storage()), internals.version_of(tensor)
 
 
 class Selections:
@@ -301,7 +301,7 @@ class Selections:
                 parts = rule(self, func, args, out)
                 if parts:
                     # A write is counted when it is done, which is after this.
-                    version = out._version + (func is _ATEN.index_put_.default)
+                    version = internals.version_of(out) + (func is _ATEN.index_put_.default)
                     self._parts.set(out.untyped_storage(), (version, parts))
                 elif self._parts:
                     self._parts.drop(out.untyped_storage())
@@ -311,7 +311,7 @@ class Selections:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return ()
         known = self._parts.get(tensor.untyped_storage())
-        if known is None or tensor.is_inference() or tensor._version != known[0]:
+        if known is None or tensor.is_inference() or internals.version_of(tensor) != known[0]:
             return ()
         parts = known[1]
         if tensor.dtype not in MASKS and tensor.numel() != _total(parts):
@@ -319,7 +319,7 @@ class Selections:
         return parts
 
     def _of_mask(self, mask: torch.Tensor) -> _Parts:
-        """As `_of`, for a mask whose values may be known as well."""
+        """What is known of a mask, as by `_of`, or from its values where these are known."""
         known = self._values.of(mask)
         return self._of(mask) if known is None else (_Part(int(known.count_nonzero())),)
 

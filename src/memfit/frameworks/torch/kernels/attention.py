@@ -94,7 +94,7 @@ def cuda_attention(capability: tuple[int, int], autocast: Autocast, report: Repo
 
 
 def _math_attention(autocast: Autocast) -> Interceptor:
-    """The same where no kernel does all of it at once."""
+    """Attention as separate products and a softmax, where no fused kernel can compute it."""
 
     def attend(op: Operator, *args: Any, **kwargs: Any) -> Any:
         return Call(*args, **kwargs).cast(autocast).run_math(autocast.suspended_call)

@@ -114,7 +114,7 @@ class Autocast:
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point() or not _is_meta(tensor) or tensor.dtype in (torch.float64, dtype):
                 return tensor
-            is_leaf = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+            is_leaf = tensor.requires_grad and tensor.is_leaf and not internals.is_view(tensor)
             lowers = tensor.dtype is torch.float32 and dtype is not torch.float32
             if not (is_leaf and lowers and torch.is_autocast_cache_enabled()):
                 return tensor.to(dtype)
@@ -148,12 +148,12 @@ class Autocast:
         return call_plain(op, *self.cast(args, to), **{name: self.cast(value, to) for name, value in kwargs.items()})
 
     def _by_dtype(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
-        position = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
+        position = next(i for i, a in enumerate(internals.schema_of(op).arguments) if a.name == "dtype")
         given = args[position] if position < len(args) else kwargs.get("dtype")
         eligible = isinstance(args[0], torch.Tensor) and args[0].dtype in HALVES
         if self.dtype is not None and given is None and eligible:
             args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
-        name = op._schema.name
+        name = internals.name_of(op)
         if name in ("aten::softmax", "aten::log_softmax"):
             dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
             # CUDA's softmax reads float16 and writes float32 without a float32 copy of its input.
@@ -168,7 +168,7 @@ class Autocast:
         def intercept(op: Operator, *args: Any, **kwargs: Any) -> Any:
             if self.dtype is None or args[0].dtype not in HALVES:
                 return call_plain(op, *args, **kwargs)
-            if extended._schema.overload_name == "ScalarOpt_dtype":
+            if internals.schema_of(extended).overload_name == "ScalarOpt_dtype":
                 return call_plain(extended, *args, dtype=torch.float32, **kwargs)
             keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
             return call_plain(extended, *args[:3], keepdim, dtype=torch.float32)
@@ -177,7 +177,7 @@ class Autocast:
 
     def _banned(self, op: Operator, *args: Any, **kwargs: Any) -> Any:
         if self.dtype is not None:
-            name = op._schema.name.replace("aten::", "")
+            name = internals.name_of(op).replace("aten::", "")
             raise RuntimeError(
                 f"{name} can't run under autocast on CUDA, because its gradient overflows in half precision. "
                 f"Use {name}_with_logits on the values before the sigmoid."

@@ -67,13 +67,13 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 def _batch_norm(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
-    """As PyTorch's own rule, which is written in Python and takes up to two milliseconds for each new shape."""
+    """Shapes as by PyTorch's own rule, which is written in Python and takes up to two milliseconds per new shape."""
     tensor, training = args[0], args[5]
     return (shape_like(tensor), *_per_channel(tensor, 2)) if training and _dense(tensor) else NotImplemented
 
 
 def _batch_norm_backward(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
-    """As PyTorch's own rule, but without a gradient that nobody wants."""
+    """Shapes as by PyTorch's own rule, but without gradients that were not asked for."""
     gradient, tensor, weight = args[:3]
     mask = args[9]
     if not _dense(tensor) or gradient.stride() != tensor.stride():

@@ -39,7 +39,7 @@ _LARGEST_HOST_RUN_BYTES = 256 * MIB
 
 
 def _by_name(func: Operator, args: Arguments, kwargs: Options) -> dict[str, Any]:
-    return {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return {a.name: value for a, value in zip(internals.schema_of(func).arguments, args, strict=False)} | kwargs
 
 
 def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def _plain_name(func: Operator) -> str:
-    return str(func._schema.name).removeprefix("aten::")
+    return str(internals.name_of(func)).removeprefix("aten::")
 
 
 def upper_bound(func: Operator, report: Report, what: str) -> None:
@@ -79,7 +79,7 @@ def _index(func: Operator, args: Arguments, kwargs: Options, report: Report) -> 
 def _index_put(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     if not any(map(is_mask, args[1])):
         return NotImplemented
-    return torch.empty_like(args[0], device=META) if func._schema.name == "aten::index_put" else args[0]
+    return torch.empty_like(args[0], device=META) if internals.name_of(func) == "aten::index_put" else args[0]
 
 
 def _unique(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
@@ -142,7 +142,7 @@ def compare(func: Operator, args: Arguments, kwargs: Options, report: Report) ->
             value = _stand_in(value) if value.is_meta else value.item()
         numbers.append(value)
     made = func(*args, **kwargs)
-    return read_as_true(made) if _COMPARISONS[func._schema.name](*numbers) else made
+    return read_as_true(made) if _COMPARISONS[internals.name_of(func)](*numbers) else made
 
 
 def conjunction(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
@@ -162,7 +162,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def _true(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
-    if func._schema.name == "aten::equal" and args[0].dtype is torch.bool and args[0].numel() == 1:
+    if internals.name_of(func) == "aten::equal" and args[0].dtype is torch.bool and args[0].numel() == 1:
         # That is how PyTorch's C++ code asks whether a flag is set.
         return False
     report(STAND_IN, f"{_plain_name(func)} was read from the device: True stands in for it")
@@ -295,7 +295,7 @@ COMPOSITIONS = {
 
 def without_rule(func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
     """Outputs of an operator that can't run on shapes."""
-    name = func._schema.name
+    name = internals.name_of(func)
     given = list(tensors((*args, *kwargs.values())))
     if sum(map(shapes.size_bytes, given)) <= _LARGEST_HOST_RUN_BYTES:
 
@@ -313,5 +313,5 @@ def without_rule(func: Operator, args: Arguments, kwargs: Options, report: Repor
         raise NotImplementedError(f"{name} has no shape rule and takes no tensor to go by")
     size = format_size(shapes.size_bytes(given[0]))
     report(NO_RULE, f"{name} has no shape rule; each output taken to be like its first argument ({size})")
-    outputs = [torch.empty_like(given[0], device=META) for _ in func._schema.returns]
+    outputs = [torch.empty_like(given[0], device=META) for _ in internals.schema_of(func).returns]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -177,7 +177,7 @@ def host_lstm_bytes(args: Arguments, out: Any) -> list[int]:
 
 
 def host_lstm_backward_bytes(args: Arguments, out: Any) -> list[int]:
-    """As in the forward pass, and turned weights and missing gradients."""
+    """Workspace of the forward pass, transposed weights and gradients that were not given."""
     *weights, gates = host_lstm_bytes(args, out)
     pairs = zip(args[7:10], args[10:13], strict=True)
     # Weights are copied the other way round where their rows are no whole cache lines, or multiples of 256.

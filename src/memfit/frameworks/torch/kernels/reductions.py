@@ -193,7 +193,12 @@ def _of_launch(given: Layout, elements: Elements, device: Multiprocessors) -> tu
         across, down = num_inputs, num_outputs
     else:
         if given.strides[num_reduced] == 1:
-            vector = _output_vector(given, num_reduced)
+            # Outputs that a thread makes at once: four, two or one, as alignment allows.
+            vector = 4
+            others = (stride for dim, stride in enumerate(given.strides) if dim != num_reduced)
+            for number in (given.offset, given.shape[num_reduced], *others):
+                while number % vector:
+                    vector //= 2
         across, down = num_outputs // vector, num_inputs
     width, height = _block(across, down, _MAX_THREADS // vector)
     step_input, step_output = (width, 1) if along_inputs else (1, width)
@@ -211,16 +216,6 @@ def _of_launch(given: Layout, elements: Elements, device: Multiprocessors) -> tu
         return ()
     size = elements.carried_bytes * num_outputs * blocks * (1 if along_inputs else width * vector)
     return size, _SEMAPHORE_BYTES * grid
-
-
-def _output_vector(given: Layout, first_kept: int) -> int:
-    """Outputs that a thread makes at once: four, two or one, as alignment allows."""
-    vector = 4
-    others = (stride for dim, stride in enumerate(given.strides) if dim != first_kept)
-    for number in (given.offset, given.shape[first_kept], *others):
-        while number % vector:
-            vector //= 2
-    return vector
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.core.guarding import OutOfMemory
+from memfit.core.guarding import MemoryFailure
 from memfit.core.oom import clear_frames, recognise
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.internals import TorchDispatchMode
 
 Result = TypeVar("Result")
-MakeRoom = Callable[[OutOfMemory, int, str], bool]
+MakeRoom = Callable[[MemoryFailure, int, str], bool]
 """Makes room after the n-th failure of an operation of this name, from 0 on; False if nothing could be done."""
 
 # PyTorch's schema of the older batch norms doesn't say that they write to these.

@@ -64,7 +64,7 @@ class Saved:
 
     def __init__(self, alias: torch.Tensor, block: Block | None) -> None:
         self.alias = alias
-        self._version = alias._version
+        self._version = internals.version_of(alias)
         self._block = block
         self._layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None  # when the elements are away
         if block is not None:
@@ -79,9 +79,10 @@ class Saved:
     def tensor(self, rerun: Rerun) -> torch.Tensor:
         """The tensor as it was saved; refused, as by autograd itself, if it has been written to since."""
         alias, block = self.alias, self._block
-        if alias._version != self._version:
+        version = internals.version_of(alias)
+        if version != self._version:
             size = list(alias.shape if self._layout is None else self._layout[0])
-            message = _MODIFIED.format(kind=alias.type(), shape=size, now=alias._version, then=self._version)
+            message = _MODIFIED.format(kind=alias.type(), shape=size, now=version, then=self._version)
             raise RuntimeError(message)
         if block is None:
             return alias
@@ -153,7 +154,7 @@ class Shelf:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is nothing but a storage and a layout."""
+    """True for a tensor that is nothing but a storage and a layout."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

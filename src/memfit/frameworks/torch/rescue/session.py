@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.core import heap
 from memfit.core.errors import BadFile
-from memfit.core.guarding import OutOfMemory, Where
+from memfit.core.guarding import MemoryFailure, Where
 from memfit.core.own_memory import STATUS, limits, read_sizes
 from memfit.core.progress import announce
 from memfit.core.run_events import note
@@ -117,7 +117,7 @@ class Rescue:
         self._pop_hooks()
 
     def close(self) -> None:
-        """Ends the rescue; activations that wait come back when they are needed all the same."""
+        """Ends the rescue; activations that wait still come back when they are needed."""
         self.disarm()
         torch.autograd.graph.disable_saved_tensors_hooks = self._disable_hooks
         self._handle.remove()
@@ -163,7 +163,7 @@ class Rescue:
         elif not is_close and (self._has_mode or self._has_hooks):
             self.disarm()
 
-    def _make_room(self, failure: OutOfMemory, num_failures: int, name: str) -> bool:
+    def _make_room(self, failure: MemoryFailure, num_failures: int, name: str) -> bool:
         """Moves saved activations away, the more the more often the operation has failed; False if nothing was left."""
         self._ballast = None
         size = "" if failure.requested_bytes is None else f" ({format_size(failure.requested_bytes)} asked for)"

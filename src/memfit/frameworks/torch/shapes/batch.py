@@ -51,7 +51,7 @@ def may_be_samples(batch: Any) -> bool:
 
 
 def _has_list_of_samples(value: Any) -> bool:
-    """Whether it is plain that a list holds samples: beside another, one entry for each; or many images."""
+    """True if a list surely holds samples: it stands beside a list of as many entries, or holds many images."""
     parts = list(_parts(value))
     lists = [part for part in parts if isinstance(part, list | tuple)]
     for part in lists:

@@ -42,14 +42,14 @@ class Formulas:
 
     def enter(self, node: Any) -> None:
         """Notes the autograd node whose formula runs."""
-        number = node._sequence_nr()
+        number = internals.number_of(node)
         if number != self._node:
             self._node = number
             self._first_block = self._recorder.num_blocks
 
     def runs_in_place(self, func: Operator, args: Arguments) -> bool:
         """Whether `func`, which isn't in place itself, writes into its first argument on a real device."""
-        name = func._schema.name
+        name = internals.name_of(func)
         if name not in _WRITING and name not in _COMPUTING:
             return False
         node = internals.current_autograd_node()

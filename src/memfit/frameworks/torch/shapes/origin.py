@@ -68,14 +68,6 @@ class OriginTracker:
         self._shortener = SourceNames()
         self._plain_call: Callable[..., Any] = torch.nn.Module.__call__
 
-    def _meet(self, model: torch.nn.Module) -> None:
-        """Names the parts of `model`: by their path, from the second model on behind the model's own name."""
-        has_parameters = next(model.parameters(), None) is not None
-        prefix = "" if has_parameters and not self._num_models else type(model).__name__
-        self._num_models += has_parameters
-        self._name_parts(model, prefix)
-        self._met(model, prefix)
-
     def _name_parts(self, model: torch.nn.Module, prefix: str) -> None:
         for name, module in model.named_modules():
             path = uncompiled_path(name)
@@ -87,6 +79,19 @@ class OriginTracker:
         if key not in self._paths:
             # A number may come back for another module once this one is gone.
             self._paths[key] = (path, weakref.ref(module, lambda _: self._paths.pop(key, None)))
+
+    def meet(self, model: torch.nn.Module) -> None:
+        """Names the parts of a model that isn't called where this can see it, unless it has been met."""
+        if self._meets_models and id(model) not in self._paths:
+            self._meet(model)
+
+    def _meet(self, model: torch.nn.Module) -> None:
+        # Its parts are named by their path, from the second model on behind the name of the model.
+        has_parameters = next(model.parameters(), None) is not None
+        prefix = "" if has_parameters and not self._num_models else type(model).__name__
+        self._num_models += has_parameters
+        self._name_parts(model, prefix)
+        self._met(model, prefix)
 
     def path(self, module: torch.nn.Module) -> str:
         """The path of a module that has been met."""
@@ -116,7 +121,7 @@ class OriginTracker:
         node = internals.current_autograd_node()
         if node is None or torch.is_grad_enabled():
             return None
-        return self._by_sequence.get(node._sequence_nr(), _NOWHERE)
+        return self._by_sequence.get(internals.number_of(node), _NOWHERE)
 
     def remember(self) -> None:
         """Notes what runs now under the sequence number of the autograd node that is being made for it."""

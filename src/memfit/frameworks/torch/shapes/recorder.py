@@ -7,7 +7,8 @@ and a weak reference on each tensor's storage says when the last tensor, saved v
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -73,7 +74,7 @@ class Recorder:
         return self._add_storage(tensor.untyped_storage(), op, category)
 
     def _add_storage(self, storage: Any, op: str, category: Category | None) -> int | None:
-        key = storage._cdata
+        key = internals.storage_address(storage)
         if key in self._index_of or self._foreign.get(storage):
             return None
         size_bytes = storage.nbytes()
@@ -94,11 +95,18 @@ class Recorder:
         self, tensor: Any, op: str, category: Category | None, origin: tuple[str, str], *, stream: int = 0
     ) -> None:
         """Like `add`, for a tensor whose module is known beforehand."""
-        index = self.add(tensor, op, category)
+        with self._on_stream(stream) if stream else nullcontext():
+            index = self.add(tensor, op, category)
         if index is not None:
             self._origins[index] = origin
-            if stream:
-                self._streams[index] = stream
+
+    @contextmanager
+    def _on_stream(self, stream: int) -> Iterator[None]:
+        before, self.current_stream = self.current_stream, lambda: stream
+        try:
+            yield
+        finally:
+            self.current_stream = before
 
     def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
         """Blocks that live only inside one operator; ~i among the sizes ends the i-th block before the others."""
@@ -125,10 +133,10 @@ class Recorder:
 
     def resized(self, storage: Any, op: str) -> None:
         """Follows a storage that changed its size in place."""
-        index = self._index_of.pop(storage._cdata, None)
+        index = self._index_of.pop(internals.storage_address(storage), None)
         if index is not None:
             if self.sizes[index] == storage.nbytes():
-                self._index_of[storage._cdata] = index
+                self._index_of[internals.storage_address(storage)] = index
                 return
             self._end(index)
             del self._refs[index]
@@ -173,7 +181,7 @@ class Recorder:
 
     def block_of(self, tensor: Any) -> int | None:
         """The number of the live block that holds `tensor`; None where it is in no block."""
-        return self._index_of.get(tensor.untyped_storage()._cdata)
+        return self._index_of.get(internals.storage_address(tensor.untyped_storage()))
 
     def op_of(self, index: int) -> str:
         """The operator that made a block."""

@@ -28,17 +28,17 @@ class Restoration:
 
     def replacements(self) -> list[Replacement]:
         """Puts this object in front of the function by which modules move."""
-        plain: Callable[..., Any] = torch.nn.Module._apply
+        plain: Callable[..., Any] = getattr(*internals.place("apply_to_module"))
 
         def apply(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             with internals.disable_torch_function():
-                buffers = module._buffers.items()
+                buffers = internals.buffers_of(module).items()
                 real = {name: buffer for name, buffer in buffers if buffer is None or not buffer.is_meta}
             if real and id(module) not in self._buffers:
                 self._buffers[id(module)] = (weakref.ref(module), real)
             return plain(module, *args, **kwargs)
 
-        return [Replacement(torch.nn.Module, "_apply", apply)]
+        return [Replacement(*internals.place("apply_to_module"), apply)]
 
     def remember(self, tensor: torch.Tensor, before: torch.Tensor) -> None:
         """`tensor` was moved; `before` holds what it was. Only its first move counts."""
@@ -63,7 +63,8 @@ class Restoration:
         for owner, buffers in self._buffers.values():
             module = owner()
             if module is not None:
-                module._buffers.update({name: held for name, held in buffers.items() if name in module._buffers})
+                now = internals.buffers_of(module)
+                now.update({name: held for name, held in buffers.items() if name in now})
         for known, state in self._optimizers.values():
             optimizer = known()
             if optimizer is not None:

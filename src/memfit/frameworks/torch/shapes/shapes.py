@@ -68,13 +68,17 @@ def shape_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
+_PLAIN = {int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
 def tensors(values: Any) -> Iterator[torch.Tensor]:
     """The tensors among the arguments or outputs of an operator."""
     for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
+        if isinstance(value, list | tuple):
             yield from tensors(value)
+        # Asking whether anything else is a tensor takes PyTorch a call of Python.
+        elif value is not None and value.__class__ not in _PLAIN and isinstance(value, torch.Tensor):
+            yield value
 
 
 def is_mask(index: Any) -> bool:
@@ -111,12 +115,12 @@ class ByStorage(Generic[_Held]):
 
     def get(self, storage: Any) -> _Held | None:
         """What is kept for `storage`, or None."""
-        entry = self._entries.get(storage._cdata)
+        entry = self._entries.get(internals.storage_address(storage))
         return None if entry is None else entry[1]
 
     def set(self, storage: Any, held: _Held) -> None:
         """Keeps `held` for `storage`."""
-        key = storage._cdata
+        key = internals.storage_address(storage)
 
         def forget(reference: Any) -> None:
             # The number of a storage that is gone may be that of another by now.
@@ -127,13 +131,13 @@ class ByStorage(Generic[_Held]):
 
     def drop(self, storage: Any) -> None:
         """Keeps nothing for `storage` any more."""
-        self._entries.pop(storage._cdata, None)
+        self._entries.pop(internals.storage_address(storage), None)
 
 
 @cache
 def behaviour(func: Operator) -> Behaviour:
     """How `func` treats storages."""
-    schema = func._schema
+    schema = internals.schema_of(func)
     has_kernel = internals.has_kernel
     # Some operators that could be taken apart, such as the gradient of SiLU, have a kernel of their own as well.
     if has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU"):
@@ -158,17 +162,20 @@ def signature(values: Any) -> tuple[Any, ...]:
     """A hashable description of arguments in which tensors count by shape, strides, dtype and kind of device."""
     parts: list[Any] = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        kind = value.__class__
+        if value is None or kind is torch.dtype:
+            parts.append(value)
+        elif kind is list or kind is tuple:
+            parts.append(signature(value))
+        elif kind not in _PLAIN and isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 raise TypeError("a sparse tensor can't be part of a cache key")
             parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
         elif isinstance(value, list | tuple):
             parts.append(signature(value))
-        elif value is None or isinstance(value, torch.dtype):
-            parts.append(value)
         else:
             # 1, 1.0 and True are equal as keys but not as arguments.
-            parts.append((value.__class__, value))
+            parts.append((kind, value))
     return tuple(parts)
 
 
@@ -197,4 +204,4 @@ def _is_repeatable(out: Any) -> bool:
     if not made or any(not tensor.is_meta or tensor.layout is not torch.strided for tensor in made):
         return False
     # One gradient given out twice, as a layer with two biases does: built anew it would be two.
-    return len({tensor.untyped_storage()._cdata for tensor in made}) == len(made)
+    return len({internals.storage_address(tensor.untyped_storage()) for tensor in made}) == len(made)

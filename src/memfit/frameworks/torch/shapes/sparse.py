@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options
 
 
@@ -22,7 +23,7 @@ def _empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A sparse tensor of `num_elements` elements with the shape of `tensor`."""
-    indices, values = tensor._indices(), tensor._values()
+    indices, values = internals.sparse_parts(tensor)
     return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(  # type: ignore[no-any-return]
         tensor.sparse_dim(),
         tensor.dense_dim(),
@@ -38,7 +39,7 @@ def _like(tensor: torch.Tensor, num_elements: int, dtype: torch.dtype | None = N
 def to_device(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A sparse tensor of the host as one of shapes, of as many elements."""
     if tensor.layout is torch.sparse_coo:
-        return _like(tensor, tensor._nnz(), dtype)._coalesced_(tensor.is_coalesced())
+        return internals.set_coalesced(_like(tensor, internals.num_sparse(tensor), dtype), tensor.is_coalesced())
     outer, inner, values = (_empty(*part.shape, dtype=part.dtype) for part in parts(tensor))
     held = _empty(*values.shape, dtype=dtype or values.dtype)
     return torch.sparse_compressed_tensor(
@@ -49,7 +50,7 @@ def to_device(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The dense tensors that a sparse one is made of."""
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return list(internals.sparse_parts(tensor))
     if tensor.layout is torch.sparse_csr:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout is torch.sparse_csc:
@@ -77,16 +78,17 @@ def _to_csr(func: Operator, args: Arguments, kwargs: Options, report: Any) -> An
     given = args[0]
     if not _is_sparse(given) or given.dim() != 2:
         return NotImplemented
-    rows, columns = _empty(given.shape[0] + 1), _empty(given._nnz())
-    values = _empty(given._nnz(), dtype=given.dtype)
+    rows, columns = _empty(given.shape[0] + 1), _empty(internals.num_sparse(given))
+    values = _empty(internals.num_sparse(given), dtype=given.dtype)
     return torch.sparse_csr_tensor(rows, columns, values, given.shape, check_invariants=False)
 
 
 def _copy(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     if not _is_sparse(args[0]):
         return NotImplemented
-    made = _like(args[0], args[0]._nnz())
-    return made._coalesced_(func._schema.name == "aten::_coalesce" or args[0].is_coalesced())
+    made = _like(args[0], internals.num_sparse(args[0]))
+    is_coalesced = internals.name_of(func) == "aten::_coalesce" or args[0].is_coalesced()
+    return internals.set_coalesced(made, is_coalesced)
 
 
 def _scale_in_place(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
@@ -99,34 +101,36 @@ def _add_in_place(func: Operator, args: Arguments, kwargs: Options, report: Any)
     if not _is_sparse(other):
         return NotImplemented
     if _is_sparse(target):
-        target.data = _like(target, target._nnz() + other._nnz())
+        target.data = _like(target, internals.num_sparse(target) + internals.num_sparse(other))
     return target
 
 
 def _add(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     left, right = args[:2]
     both = _is_sparse(left) and _is_sparse(right)
-    return _like(left, left._nnz() + right._nnz()) if both else NotImplemented
+    return _like(left, internals.num_sparse(left) + internals.num_sparse(right)) if both else NotImplemented
 
 
 def _mask(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
-    return _like(args[1], args[1]._nnz(), args[0].dtype) if _is_sparse(args[1]) else NotImplemented
+    return _like(args[1], internals.num_sparse(args[1]), args[0].dtype) if _is_sparse(args[1]) else NotImplemented
 
 
 def _element_bytes(tensor: torch.Tensor) -> int:
     """Bytes of one element: its index and its values."""
-    indices, values = tensor._indices(), tensor._values()
+    indices, values = internals.sparse_parts(tensor)
     return indices.shape[0] * indices.element_size() + prod(values.shape[1:]) * values.element_size()
 
 
 def add_bytes(args: Arguments, out: Any) -> list[int]:
     """What the target of a sparse sum held before: freed after the sum is made (SparseTensorMath.cpp)."""
-    return [(out._nnz() - args[1]._nnz()) * _element_bytes(out)] if _is_sparse(out) else []
+    if not _is_sparse(out):
+        return []
+    return [(internals.num_sparse(out) - internals.num_sparse(args[1])) * _element_bytes(out)]
 
 
 def scale_bytes(args: Arguments, out: Any) -> list[int]:
     """The product, before it is copied into the sparse target (SparseTensorMath.cpp)."""
-    return [out._nnz() * _element_bytes(out)] if _is_sparse(out) else []
+    return [internals.num_sparse(out) * _element_bytes(out)] if _is_sparse(out) else []
 
 
 RULES = {

@@ -229,7 +229,7 @@ def save_contents(value: Any, saved: dict[int, tuple[Any, Any]]) -> None:
 
 
 def _swap(module: torch.nn.Module, copies: ShapeCopies) -> None:
-    for held in (module._parameters, module._buffers):
+    for held in (internals.parameters_of(module), internals.buffers_of(module)):
         for name, tensor in held.items():
             if tensor is not None:
                 held[name] = copies.of(tensor)  # type: ignore[assignment]

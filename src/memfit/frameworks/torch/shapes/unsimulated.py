@@ -45,8 +45,8 @@ COMPILED_AS_EAGER = "compiled-as-eager"
 SCRIPT_NOT_SAVED = "script-not-saved"
 
 
-def compilation_replacements(report: Callable[[str, str], None]) -> list[Replacement]:
-    """`torch.compile`, as function and as decorator, and `Module.compile`."""
+def compilation_replacements(report: Callable[[str, str], None], *, compiles: bool = False) -> list[Replacement]:
+    """Saved scripts, and where not `compiles`, `torch.compile`, as function and decorator, and `Module.compile`."""
 
     @cache
     def say_once() -> None:
@@ -69,9 +69,9 @@ def compilation_replacements(report: Callable[[str, str], None]) -> list[Replace
     def save_script(module: Any, file: Any, *arguments: Any, **options: Any) -> None:
         report(SCRIPT_NOT_SAVED, f"torch.jit.save wrote nothing to {file!r}: there is no compiled code to save")
 
+    eager = [Replacement(torch, "compile", compile), Replacement(torch.nn.Module, "compile", compile_module)]
     return [
-        Replacement(torch, "compile", compile),
-        Replacement(torch.nn.Module, "compile", compile_module),
+        *([] if compiles else eager),
         # It would look for the state of CUDA graphs.
         Replacement(*_RESET_COMPILER, lambda: None),
         Replacement(torch.jit, "save", save_script),

@@ -134,7 +134,7 @@ class KnownValues:
         if not simulated.numel():
             return torch.empty_strided(simulated.shape, simulated.stride(), dtype=simulated.dtype, device=_CPU)
         storage = simulated.untyped_storage()
-        shadow = self._shadows.get(storage._cdata)
+        shadow = self._shadows.get(internals.storage_address(storage))
         if shadow is None or _is_lazy(simulated):
             return None
         if shadow.bytes.nbytes() != storage.nbytes():
@@ -145,7 +145,7 @@ class KnownValues:
     def forget(self, simulated: Any) -> None:
         """From now on the values of `simulated`, and of all that shares its storage, are unknown."""
         try:
-            shadow = self._shadows.get(simulated.untyped_storage()._cdata)
+            shadow = self._shadows.get(internals.storage_address(simulated.untyped_storage()))
         except RuntimeError:
             return  # sparse tensors and wrappers have no storage
         if shadow is not None:
@@ -172,7 +172,8 @@ class KnownValues:
                 first = args[plan.first]
                 if isinstance(first, list | tuple):
                     first = first[0]
-                if first.untyped_storage()._cdata not in self._shadows and first.is_meta and first.numel():
+                key = internals.storage_address(first.untyped_storage())
+                if key not in self._shadows and first.is_meta and first.numel():
                     if plan.written and self._shadows:
                         self._forget_written(plan, args, kwargs)
                     return
@@ -196,7 +197,7 @@ class KnownValues:
         Tensors in it are simulated, with their values where small enough. An operator that selects by a known mask is
         answered for unknown data too: the mask decides the shape.
         """
-        rule = _EXACT.get(func._schema.name)
+        rule = _EXACT.get(internals.name_of(func))
         if rule is None or not any(tensor.is_meta for tensor in tensors((*args, *kwargs.values()))):
             return NotImplemented
         with internals.disable_torch_function():
@@ -239,7 +240,7 @@ class KnownValues:
         if simulated.requires_grad or not is_small or not fills or _is_lazy(simulated):
             raise _Unknown
         shadow = _Shadow(storage, self._drop)
-        shadow.key, shadow.bytes = storage._cdata, torch.UntypedStorage(size_bytes)
+        shadow.key, shadow.bytes = internals.storage_address(storage), torch.UntypedStorage(size_bytes)
         self._shadows[shadow.key] = shadow
         self._total_bytes += size_bytes
         return _lay_over(shadow.bytes, simulated)
@@ -294,7 +295,7 @@ class KnownValues:
                     self._keep(part, values)
         elif isinstance(out, torch.Tensor) and out.is_meta and out.layout is torch.strided:
             # A storage that is known already has been written in place, or is only viewed.
-            if out.untyped_storage()._cdata in self._shadows:
+            if internals.storage_address(out.untyped_storage()) in self._shadows:
                 return
             if out.shape == result.shape and out.dtype is result.dtype:
                 self.learn(out, result)
@@ -415,7 +416,7 @@ def _is_written(operator: str, place: int | str, argument: Any) -> bool:
 
 @cache
 def _read_schema(func: Operator) -> _Plan:
-    schema = func._schema
+    schema = internals.schema_of(func)
     namespace, _, name = schema.name.partition("::")
     # Views and changes of geometry leave storages as they are; the size of a storage is compared whenever it is read.
     if shapes.behaviour(func) is shapes.Behaviour.VIEW or torch.Tag.inplace_view in func.tags or "empty" in name:

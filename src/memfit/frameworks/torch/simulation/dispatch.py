@@ -156,7 +156,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             self._formulas.enter(node)
         if kind is Behaviour.VIEW:
             return func(*args, **kwargs)
-        if kind is Behaviour.COMPOSITE and func._schema.name not in self._rules:
+        if kind is Behaviour.COMPOSITE and internals.name_of(func) not in self._rules:
             with self:
                 return func.decompose(*args, **kwargs)
         if self._places:
@@ -173,7 +173,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if node is not None and self._formulas.runs_in_place(func, args):
             self._record(func, args, args[0], fresh=False)
             return self._ran_in_place(func, args, kwargs)
-        composition = self.compositions.get(func._schema.name)
+        composition = self.compositions.get(internals.name_of(func))
         if composition is not None:
             with self:
                 out = composition(func, *args, **kwargs)
@@ -183,7 +183,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if kind is Behaviour.IN_PLACE and self.on_write is not None:
             self.on_write(args[0])
         out = self._run_on_device(func, args, kwargs, kind)
-        if self._values is not None and not self._taken_apart and func._schema.name not in _KEEPING:
+        if self._values is not None and not self._taken_apart and internals.name_of(func) not in _KEEPING:
             self._selections.follow(func, args, out)
             self._values.follow(func, args, kwargs, out)
             self._draws.follow(func, args, kwargs, out)
@@ -206,10 +206,10 @@ class SimulatedOperators(internals.TorchDispatchMode):
             out = _collective(func, args, kwargs)
             self._gather_values(func, args)
             return out
-        special = self._rules.get(func._schema.name)
+        special = self._rules.get(internals.name_of(func))
         if special is not None:
             out = self._exact(func, args, kwargs)
-            if out is not NotImplemented and func._schema.name in _SELECTING and self._bounds.among(args):
+            if out is not NotImplemented and internals.name_of(func) in _SELECTING and self._bounds.among(args):
                 # By a mask that was made up for the largest sizes.
                 self._depends_on_data = True
             if special is fallbacks.compare or special is fallbacks.conjunction:
@@ -224,7 +224,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
                 return self._record(func, args, out)
         if kind is Behaviour.OTHER:
             out = self._execute(func, args, kwargs)
-            if args and isinstance(args[0], torch.Tensor) and func._schema.name.startswith("aten::resize"):
+            if args and isinstance(args[0], torch.Tensor) and internals.name_of(func).startswith("aten::resize"):
                 self._recorder.resized(args[0].untyped_storage(), _name(func))
             # With `out=`, as compiled graphs call operators, kernels take for themselves what they always do.
             return self._record(func, args, out)
@@ -233,7 +233,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
 
     def _gather_values(self, func: Operator, args: tuple[Any, ...]) -> None:
         """What the other ranks would send is taken to be what this one has, where that is known."""
-        if self._values is None or func._schema.name not in ("c10d::allgather_", "c10d::_allgather_base_"):
+        if self._values is None or internals.name_of(func) not in ("c10d::allgather_", "c10d::_allgather_base_"):
             return
         outputs, inputs = (given if isinstance(given, list) else [given] for given in args[:2])
         for mine, received in zip(inputs, outputs, strict=False):
@@ -274,9 +274,9 @@ class SimulatedOperators(internals.TorchDispatchMode):
             self._depends_on_data = False
         if fresh:
             self._add(out, name)
-        internals = self._internals.get(func._schema.name)
-        if internals is not None:
-            self._recorder.add_transient(internals(args, out), name, Category.WORKSPACE)
+        internal_bytes = self._internals.get(internals.name_of(func))
+        if internal_bytes is not None:
+            self._recorder.add_transient(internal_bytes(args, out), name, Category.WORKSPACE)
         self._recorder.at_most = False
         return out
 
@@ -294,7 +294,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
                 self._add(part, name, category)
 
     def _execute(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
-        if func._schema.name in _MATRIX_PRODUCTS:
+        if internals.name_of(func) in _MATRIX_PRODUCTS:
             out = _product(func, args, kwargs)
             if out is not NotImplemented:
                 return out
@@ -337,7 +337,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if not of_arguments:
             return None
         real = [place for place in of_arguments if place != BARE]
-        if len(set(real)) > 1 and func._schema.name not in _MIXED_DEVICES_ALLOWED:
+        if len(set(real)) > 1 and internals.name_of(func) not in _MIXED_DEVICES_ALLOWED:
             raise _several_devices(*sorted(set(map(str, real))))
         place = real[0] if real else BARE
         return place if place != places.device else None
@@ -347,7 +347,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if place.type == "cpu":
             # A large model's weights, which the host holds as shapes, among tensors that it really holds.
             args, kwargs = _as_shapes(args, kwargs)
-        special = self._rules.get(func._schema.name)
+        special = self._rules.get(internals.name_of(func))
         out = special(func, args, kwargs, self._report) if special is not None else NotImplemented
         if out is NotImplemented:
             out = self._execute(func, args, kwargs)
@@ -358,7 +358,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
 
     def _bring_over(self, func: Operator, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
         """Host tensors among device tensors: as shapes where the device is the host, else refused as CUDA does."""
-        if func._schema.name in _MIXED_DEVICES_ALLOWED and not self._host_is_device:
+        if internals.name_of(func) in _MIXED_DEVICES_ALLOWED and not self._host_is_device:
             return args, kwargs
         if not self._host_is_device and any(t.is_cpu and t.dim() for t in shapes.tensors((*args, *kwargs.values()))):
             raise _several_devices("cuda:0", "cpu")
@@ -367,7 +367,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
 
 @cache
 def _name(func: Operator) -> str:
-    return str(func._schema.name).replace("::", ".")
+    return str(internals.name_of(func)).replace("::", ".")
 
 
 def _several_devices(*names: str) -> RuntimeError:
@@ -419,7 +419,7 @@ def _product(func: Operator, args: Arguments, kwargs: Options) -> Any:
         raise RuntimeError(f"the matrices of a product must have the same dtype, but {names} were given")
     if added and added[0].dtype not in (out_dtype, factors[0].dtype):
         raise RuntimeError("self dtype must match either out_dtype or the dtype of the matrices of the product")
-    if out_dtype is None or func._schema.name != "aten::baddbmm":
+    if out_dtype is None or internals.name_of(func) != "aten::baddbmm":
         return NotImplemented
     # PyTorch's rule takes `out_dtype` for another number; that of the product alone has the same result.
     if added[0].shape != (*factors[0].shape[:2], factors[1].shape[2]):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.shapes.patching import Replacement
 
@@ -106,12 +107,10 @@ def _init_process_group(count: int, report: Callable[[str, str], None]) -> Calla
         device_id: Any = None,
         **_: Any,
     ) -> None:
-        # Its module registers the backend called "fake".
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", count))
         own = rank if rank >= 0 else int(os.environ.get("RANK", 0))
-        plain("fake", store=FakeStore(), rank=own, world_size=size)
+        # The module of the store registers the backend called "fake".
+        plain("fake", store=internals.FakeStore(), rank=own, world_size=size)
         report(SIMULATED_RANK, f"the memory is that of rank {own} of {size}; its collectives send nothing")
 
     return init_process_group

@@ -34,7 +34,7 @@ class Tidied:
         return bisect_left(self.blocks, index)
 
     def tick(self, tick: int) -> int:
-        """What a tick is now."""
+        """The number that an earlier tick has now."""
         return bisect_left(self.ticks, tick)
 
 

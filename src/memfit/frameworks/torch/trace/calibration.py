@@ -1,7 +1,7 @@
 """Real times on the machine in hand: passes of the user's step, updates of the optimizer, the host's own rates.
 
 Time models are wrong by factors on processors whose caches and kernels nobody described; a few seconds of measuring
-are right to percents. Everything runs on copies (`untouched`), no update is made, and the total time is bounded.
+are right to percents. Everything runs on copies (`restoring`), no update is made, and the total time is bounded.
 
 Totals are measured without hooks. The shares of modules come from one more pass with a hook before and after each call.
 
@@ -29,7 +29,7 @@ from memfit.frameworks.torch.shapes.failures import check_loss, explained
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST, WEIGHTS
 from memfit.frameworks.torch.trace.loss_probe import part_of
-from memfit.frameworks.torch.trace.real_runs import untouched
+from memfit.frameworks.torch.trace.real_runs import restoring
 
 _MAX_TURNS = 15
 # Of the fastest time, what others may be slower after one turn without dropping out; less after more turns.
@@ -71,7 +71,7 @@ def measure(
     """
     sizes = list(dict.fromkeys(batch_sizes))
     found: list[Measurement] = []
-    with untouched(model, loss):
+    with restoring(model, loss):
         passes = _Passes(model, loss, precision)
         end = time.perf_counter() + limit_seconds
         for index, size in enumerate(sizes):
@@ -104,7 +104,7 @@ def time_passes(
     optimizer is left out. `batch_size` is that of an update, where it isn't the size of `batch`.
     """
     whole = batch if batch_size is None else _resized(batch, batch_size)
-    with untouched(model, loss):
+    with restoring(model, loss):
         wait = _Passes(model, loss, None).wait
 
         def run(settings: Settings) -> float:

@@ -88,7 +88,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class Hypothesis:
     """A hypothesis; `can_be_tested`: whether a changed batch would tell it from a mean over samples."""
 
     weighting: Weighting
@@ -159,19 +159,19 @@ class Weighing:
         return None if None in weights or not observation.whole.weight else weights  # type: ignore[return-value]
 
 
-def all_weighings(observation: Observation) -> list[Weighing]:
+def all_hypotheses(observation: Observation) -> list[Hypothesis]:
     """Every hypothesis for that batch, the plainest first."""
     if observation.whole.weight is not None:
-        return [Weighing(Weighting("given"))]
-    weighings = [Weighing(Weighting("samples")), Weighing(Weighting("sum"))]
+        return [Hypothesis(Weighting("given"))]
+    hypotheses = [Hypothesis(Weighting("samples")), Hypothesis(Weighting("sum"))]
     for place, tensor in places(observation.batch):
         has_positions = tensor.dim() > 1 and tensor.shape[1] > 2
-        weighings += [
-            Weighing(Weighting("count", place, ignored, skipped), has_positions)
+        hypotheses += [
+            Hypothesis(Weighting("count", place, ignored, skipped), has_positions)
             for ignored in _ignored_values(tensor)
             for skipped in ((0, 1) if has_positions else (0,))
         ]
-    return weighings
+    return hypotheses
 
 
 def _ignored_values(tensor: torch.Tensor) -> list[int]:

@@ -23,6 +23,7 @@ import torch
 
 from memfit.core.device import Origin
 from memfit.core.settings import Weighting
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.micro_batches import tensor_at
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
@@ -30,16 +31,16 @@ from memfit.frameworks.torch.shapes.stand_in import map_tensors, tensors_in
 from memfit.frameworks.torch.trace.coupled_random import CoupledRandom
 from memfit.frameworks.torch.trace.loss_hypotheses import (
     USUAL_IGNORED,
+    Hypothesis,
     Loss,
     Observation,
-    Weighing,
-    all_weighings,
+    all_hypotheses,
     contrasted,
     evened,
     has_empty,
     shortened,
 )
-from memfit.frameworks.torch.trace.real_runs import untouched
+from memfit.frameworks.torch.trace.real_runs import restoring
 
 MAX_SAMPLES = 8
 # Processor time, which other programs of the machine don't lengthen. Up to so many seconds for one sample, so many
@@ -83,7 +84,7 @@ def find_weighting(
         found = _assumed(obstacle)
     else:
         few = _varied(batch, max_samples)
-        with untouched(model, loss):
+        with restoring(model, loss):
             _switch_batch_effects_off(model)
             probe = _Probe(model, loss, few)
             found = probe.run()
@@ -147,10 +148,10 @@ def _assumed(why: str) -> Found:
 def _switch_batch_effects_off(model: torch.nn.Module) -> None:
     """Dropout off, batch norm by its running statistics or, before it has any, by each sample's own.
 
-    Attributes of the modules are set here and put back by `untouched`.
+    Attributes of the modules are set here and put back by `restoring`.
     """
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, internals.BatchNorm):
             module.training = False
             # Statistics as they begin, 0 and 1, let the outputs of deep models be all alike.
             if module.running_mean is None or not module.num_batches_tracked:
@@ -199,8 +200,8 @@ class _Probe:
             return Found(None, f"{failure}, so that the batch can't be split", Origin.MEASURED)
         if not observation.is_finite:
             return _assumed(f"the loss of {observation.num_samples} samples is not finite")
-        weighings = all_weighings(observation)
-        survivors = [weighing for weighing in weighings if weighing.holds(observation)]
+        hypotheses = all_hypotheses(observation)
+        survivors = [hypothesis for hypothesis in hypotheses if hypothesis.holds(observation)]
         if not survivors:
             return self._explain(observation)
         return self._choose(survivors, [observation])
@@ -271,34 +272,34 @@ class _Probe:
     def _has_time(self) -> bool:
         return time.process_time() - self._started < _LIMIT_SECONDS
 
-    def _choose(self, survivors: list[Weighing], observations: list[Observation]) -> Found:
+    def _choose(self, survivors: list[Hypothesis], observations: list[Observation]) -> Found:
         """Further observations until one hypothesis is left or there are no more to make."""
         real = observations[0]
         for observation in self._further(survivors, real):
             observations.append(observation)
             before = survivors
-            survivors = [weighing for weighing in survivors if weighing.holds(observation)]
+            survivors = [hypothesis for hypothesis in survivors if hypothesis.holds(observation)]
             if not survivors:
-                return self._explain(observation, counts=all(weighing.weighting.kind == "count" for weighing in before))
-        plainest_first = sorted(survivors, key=lambda weighing: weighing.order)
-        best = next((weighing for weighing in plainest_first if self._is_told_apart(weighing, observations)), None)
-        if best is None and any(weighing.weighting.kind == "samples" for weighing in survivors):
+                return self._explain(observation, counts=all(one.weighting.kind == "count" for one in before))
+        plainest_first = sorted(survivors, key=lambda hypothesis: hypothesis.order)
+        best = next((one for one in plainest_first if self._is_told_apart(one, observations)), None)
+        if best is None and any(hypothesis.weighting.kind == "samples" for hypothesis in survivors):
             return _assumed("the losses of the probed samples are too much alike to tell how they add up")
         if best is None or (self._weighs_classes and best.weighting.kind != "given"):
             return self._explain(real)
         number = f"found with {real.num_samples} samples: the loss is {best.describe()}"
         return Found(best.weighting, number, Origin.MEASURED)
 
-    def _is_told_apart(self, weighing: Weighing, observations: list[Observation]) -> bool:
-        if any(map(weighing.is_told_apart, observations)):
+    def _is_told_apart(self, hypothesis: Hypothesis, observations: list[Observation]) -> bool:
+        if any(map(hypothesis.is_told_apart, observations)):
             return True
-        if weighing.weighting.kind != "count" or any(map(weighing.weighs_both, observations)):
+        if hypothesis.weighting.kind != "count" or any(map(hypothesis.weighs_both, observations)):
             return False
         real = observations[0]
-        further = self._try(evened(real.batch, weighing.weighting), real.cut)
-        return further is not None and weighing.holds(further) and weighing.is_told_apart(further)
+        further = self._try(evened(real.batch, hypothesis.weighting), real.cut)
+        return further is not None and hypothesis.holds(further) and hypothesis.is_told_apart(further)
 
-    def _further(self, survivors: list[Weighing], real: Observation) -> Iterator[Observation]:
+    def _further(self, survivors: list[Hypothesis], real: Observation) -> Iterator[Observation]:
         batch = real.batch
         on_host = _is_on_host(self._model, batch)
         two = part_of(batch, 0, 2)
@@ -332,12 +333,12 @@ class _Probe:
         ends = [values.index(min(finite)), values.index(max(finite))]
         return self._try(map_tensors(batch, lambda tensor: tensor[ends] if tensor.dim() else tensor), 1)
 
-    def _changed_batches(self, survivors: list[Weighing], real: Observation) -> Iterator[Observation]:
+    def _changed_batches(self, survivors: list[Hypothesis], real: Observation) -> Iterator[Observation]:
         batch = part_of(real.batch, 0, 2)
         # The most usual value first, for every tensor.
-        testable = sorted((w for w in survivors if w.can_be_tested), key=lambda weighing: weighing.rank)
+        testable = sorted((w for w in survivors if w.can_be_tested), key=lambda hypothesis: hypothesis.rank)
         # What no count explains may still depend on lengths that these samples have in common.
-        testable = testable or [w for w in all_weighings(real) if w.can_be_tested and not w.rank]
+        testable = testable or [w for w in all_hypotheses(real) if w.can_be_tested and not w.rank]
         suspects = list(dict.fromkeys((w.weighting.tensor, w.weighting.ignored) for w in testable))
         remaining = list(survivors)
         if not self._checks_indices:
@@ -355,7 +356,7 @@ class _Probe:
             found = self._try(shortened(batch, place, ignored), 1)
             if found is not None:
                 is_untested = False
-                remaining = [weighing for weighing in remaining if weighing.holds(found)]
+                remaining = [hypothesis for hypothesis in remaining if hypothesis.holds(found)]
                 yield found
 
     def _explain(self, observation: Observation, *, counts: bool = False) -> Found:

@@ -144,7 +144,7 @@ def _hugging_face(name: str, sequence_length: int | None, image_size: int | None
 
 
 def _is_contrastive(model_class: Any) -> bool:
-    """Whether it is trained on pairs of a text and an image, as CLIP is."""
+    """True for a model that is trained on pairs of a text and an image, as CLIP is."""
     return {"input_ids", "pixel_values", "return_loss"} <= inspect.signature(model_class.forward).parameters.keys()
 
 

@@ -90,10 +90,10 @@ def _versions(model: torch.nn.Module) -> list[tuple[int, int]]:
     """How often each buffer has changed, but for those in which a batch norm counts."""
     with internals.disable_torch_function():
         return [
-            (id(buffer), buffer._version)
+            (id(buffer), internals.version_of(buffer))
             for module in model.modules()
             if not isinstance(module, internals.NormBase)
-            for buffer in module._buffers.values()
+            for buffer in internals.buffers_of(module).values()
             if buffer is not None
         ]
 

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from memfit.core.timeline import Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.origin import OriginTracker
+from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import Behaviour, Operator, behaviour, tensors
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
@@ -77,7 +78,7 @@ def after_call(module: torch.nn.Module, before: Before, out: Any) -> str:
     state = _state(module)
     for name, value in before.state.items():
         if state.get(name) != value:
-            return CHANGES_BUFFER if name in module._buffers else REMEMBERS.format(name=name)
+            return CHANGES_BUFFER if name in internals.buffers_of(module) else REMEMBERS.format(name=name)
     if _generators() != before.generators:
         return DRAWS_ELSEWHERE
     strange = _strange(out)
@@ -104,7 +105,7 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
             found[name] = value
         elif kind in _CONTAINERS and not name.startswith("_"):
             found[name] = len(value)
-    for name, value in module._buffers.items():
+    for name, value in internals.buffers_of(module).items():
         if name not in RUNNING_STATISTICS:
             found[name] = id(value)
     return found
@@ -236,13 +237,12 @@ class CallWatch:
                 return plain(self, *args, **kwargs)
             return watch._call(plain, self, args, kwargs)
 
-        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
         self.recorder.on_enter, self.operators.on_run = self._entered, self._ran
+        saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if hooks else nullcontext()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if hooks else nullcontext():
+            with replaced([Replacement(torch.nn.Module, "__call__", call)]), saving:
                 yield
         finally:
-            torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
             self.recorder.on_enter = self.operators.on_run = None
 
     def begin(self) -> None:
@@ -318,7 +318,7 @@ class CallWatch:
             is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
             with internals.disable_torch_dispatch() if is_plain else nullcontext():
                 kept = tensor.detach()
-            if tensor._is_view():
+            if internals.is_view(tensor):
                 # Autograd makes a node of its own for a view that was changed in place.
                 self.origin.remember()
             block = self._block(tensor) if self._in_forward else None
@@ -353,7 +353,7 @@ class CallWatch:
                 self._note_writes(func, args, kwargs)
         elif len(self._seen) == 2:
             node = internals.current_autograd_node()
-            number = OUTSIDE if node is None else self._call_of_node.get(node._sequence_nr(), OUTSIDE)
+            number = OUTSIDE if node is None else self._call_of_node.get(internals.number_of(node), OUTSIDE)
             if number != OUTSIDE:
                 tick = self.recorder.tick
                 known = self.calls[number].backward
@@ -362,7 +362,7 @@ class CallWatch:
     def _note_writes(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         written = [
             args[position] if position < len(args) else kwargs.get(argument.name)
-            for position, argument in enumerate(func._schema.arguments)
+            for position, argument in enumerate(internals.schema_of(func).arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         for tensor in tensors(written):

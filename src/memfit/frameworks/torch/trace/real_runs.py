@@ -24,7 +24,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 @contextmanager
-def untouched(model: torch.nn.Module, loss: Any = None) -> Iterator[None]:
+def restoring(model: torch.nn.Module, loss: Any = None) -> Iterator[None]:
     """Puts back whatever runs of `model` and `loss` change while it lasts."""
     held = list(_held(loss))
     modules = [model, *(value for value in held if isinstance(value, torch.nn.Module))]

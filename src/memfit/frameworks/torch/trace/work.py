@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import flop_registry
 
 from memfit.core.profile import Work
 from memfit.core.timeline import Category, Phase
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
@@ -47,7 +45,7 @@ class WorkLog:
     def __init__(self) -> None:
         self.operations: list[Work] = []
         self.is_on = True
-        self._names: dict[Operator, str] = {}
+        self._names: dict[Operator, tuple[str, str]] = {}
 
     def add(
         self, module: str, phase: Phase, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -55,7 +53,12 @@ class WorkLog:
         """Notes one operator, unless it does nothing."""
         if not self.is_on:
             return
-        name = func._schema.name
+        names = self._names.get(func)
+        if names is None:
+            # Reading a schema's name makes a string each time.
+            name = internals.name_of(func)
+            names = self._names[func] = (name, name.replace("::", "."))
+        name, short = names
         if name in _IDLE:
             return
         inputs, outputs = list(tensors((*args, *kwargs.values()) if kwargs else args)), list(tensors((out,)))
@@ -67,29 +70,25 @@ class WorkLog:
         count = flops_of(name, sizes)
         if count is None:
             count = flops(func, args, kwargs, out)
-        short = self._names.setdefault(func, name.replace("::", "."))
         self.operations.append(Work(module, phase, short, count, moved_bytes, dtype, sizes))
 
 
 def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of one call; 0 where no formula is known, as for operators that only move data."""
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(internals.packet_of(func))
     if formula is not None:
         try:
             return int(formula(*args, **kwargs, out_val=out))
         except Exception:  # a formula of another release, or arguments that it doesn't foresee
             return 0
-    own = _FORMULAS.get(func._schema.name)
+    own = _FORMULAS.get(internals.name_of(func))
     return own(args, kwargs, out) if own is not None else 0
 
 
 def _moved(name: str, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
     """Bytes read and written by one call; 0 for what makes only a view."""
-    read: dict[int, int] = {}
-    for tensor in inputs:
-        key, size = _memory(tensor)
-        read[key] = max(read.get(key, 0), size)
-    written = dict(map(_memory, outputs))
+    read = _sizes(inputs)
+    written = _sizes(outputs)
     if not name.endswith("_") and written and inputs:
         # A view by another name, as the gradient of a reshape often is.
         written = {key: size for key, size in written.items() if key not in read}
@@ -103,14 +102,24 @@ def _moved(name: str, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs
     return sum(written.values()) + sum(read.values())
 
 
+def _sizes(operands: list[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage among some tensors that an operator reads or writes; of views, the largest."""
+    sizes: dict[int, int] = {}
+    for tensor in operands:
+        key, size = _memory(tensor)
+        if size > sizes.get(key, -1):
+            sizes[key] = size
+    return sizes
+
+
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     """(what tells its storage from others, bytes in it that an operator reads or writes)."""
     if tensor.layout is not torch.strided:
-        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else ()
+        parts = internals.sparse_parts(tensor) if tensor.is_sparse else ()
         return id(tensor), sum(_memory(part)[1] for part in parts)
     storage = tensor.untyped_storage()
     # An expanded tensor has more elements than there are in memory.
-    return storage._cdata, min(tensor.numel() * tensor.element_size(), storage.nbytes())
+    return internals.storage_address(storage), min(tensor.numel() * tensor.element_size(), storage.nbytes())
 
 
 def _attention_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
@@ -165,7 +174,7 @@ class FeatureWatch:
 
     def ran(self, func: Operator, args: tuple[Any, ...], out: Any, phase: Phase) -> None:
         """Looks at one operator."""
-        name = func._schema.name
+        name = internals.name_of(func)
         if phase is Phase.OPTIMIZER:
             if "_fused_" in name:
                 self.found.add("fused")
@@ -212,16 +221,16 @@ def features_of(model: torch.nn.Module, optimizer: Any) -> set[str]:
     """What can be read off the objects themselves."""
     found: set[str] = set()
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, internals.BatchNorm) and module.training:
             found.add("batch-norm")
-        elif isinstance(module, _DropoutNd) and module.training and module.p > 0:
+        elif isinstance(module, internals.Dropout) and module.training and module.p > 0:
             found.add("dropout")
         elif isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             found.add("sparse-gradients")
         elif isinstance(module, torch.nn.Linear):
             found.add("linear")
         elif (
-            isinstance(module, _ConvNd)
+            isinstance(module, internals.Convolution)
             and module.weight.dim() == 4
             and (module.weight.is_contiguous() or not module.weight.is_contiguous(memory_format=torch.channels_last))
         ):

@@ -10,7 +10,7 @@ import pytest
 
 from memfit.core.errors import StepFailed
 from memfit.frameworks.jax.guard import memory_request as room
-from memfit.frameworks.jax.guard.memory_request import NoRoom, Room, beside_arguments, form_of
+from memfit.frameworks.jax.guard.memory_request import MemoryRequest, NoRoom, beside_arguments, form_of
 
 WIDTH = 512
 PACKED_BYTES = 2 * WIDTH * WIDTH * 4
@@ -53,17 +53,17 @@ def test_what_kernels_take_for_themselves_is_asked_for_and_what_the_c_library_ke
     assert wanted - values - room._RUNTIME_BYTES == 2 * PACKED_BYTES
     monkeypatch.setattr(room, "_COMPILER_BYTES", 0)
     Host(monkeypatch, wanted)
-    Room(step).ask(ARGUMENTS)
+    MemoryRequest(step).ask(ARGUMENTS)
     Host(monkeypatch, wanted - 1)
     with pytest.raises(NoRoom, match=f"needs {wanted} bytes finds") as raised:
-        Room(step).ask(ARGUMENTS)
+        MemoryRequest(step).ask(ARGUMENTS)
     assert 0.99 * wanted < raised.value.free_bytes < wanted == raised.value.wanted_bytes
 
 
 def test_where_nothing_would_be_refused_no_program_is_read(monkeypatch):
     host = Host(monkeypatch, 2**40, can_refuse=False)
     monkeypatch.setattr(room, "read", None)
-    Room(step).ask(ARGUMENTS)
+    MemoryRequest(step).ask(ARGUMENTS)
     assert host.asked == [WIDTH * WIDTH * 4]
 
 
@@ -72,13 +72,13 @@ def test_memory_of_the_last_step_is_waited_for(monkeypatch):
     wanted = need().value_bytes + need().scratch_bytes()
     monkeypatch.setattr(room, "_COMPILER_BYTES", 0)
     host = Host(monkeypatch, 0, given_back_after=2, given_back_bytes=wanted)
-    Room(step).ask(ARGUMENTS, lambda: settled.append("last step"))
+    MemoryRequest(step).ask(ARGUMENTS, lambda: settled.append("last step"))
     assert settled == ["last step"] and host.slept == list(room._PAUSES[:2])
 
 
 def test_what_the_process_kept_of_the_first_run_is_not_asked_for_again(monkeypatch):
     host = Host(monkeypatch, 2**40)
-    one = Room(step)
+    one = MemoryRequest(step)
     # GIVEN a run after which the process has 6 MiB more, 4 MiB of which nobody uses
     data = iter((100 << 20, 106 << 20, 500 << 20))
     monkeypatch.setattr(room, "_data_bytes", lambda: next(data))
@@ -97,7 +97,7 @@ def test_a_form_is_looked_at_once(monkeypatch):
         lowered.append(arguments)
         return step.lower(*arguments)
 
-    one = Room(types.SimpleNamespace(lower=lower))
+    one = MemoryRequest(types.SimpleNamespace(lower=lower))
     one.ask(ARGUMENTS)
     one.ask((ARGUMENTS[0] + 1,))
     assert len(lowered) == 1
@@ -118,7 +118,7 @@ def test_a_program_that_is_not_understood_takes_its_arguments_and_results_again(
 def test_nothing_is_compiled_where_the_compiler_would_find_no_memory(monkeypatch):
     Host(monkeypatch, room._COMPILER_BYTES - 1)
     with pytest.raises(NoRoom):
-        Room(types.SimpleNamespace(lower=pytest.fail)).ask(ARGUMENTS)
+        MemoryRequest(types.SimpleNamespace(lower=pytest.fail)).ask(ARGUMENTS)
 
 
 def test_memory_that_no_machine_has_is_not_there():

@@ -10,7 +10,7 @@ from memfit.core.job import Job
 from memfit.core.settings import Settings
 from memfit.frameworks.keras.internals import global_seed_generator
 from memfit.frameworks.keras.trace import job as jobs
-from memfit.frameworks.keras.trace.job import OpenModel, untouched
+from memfit.frameworks.keras.trace.job import OpenModel, restoring
 
 layers = keras.layers
 CPU = find_device("cpu")
@@ -138,7 +138,7 @@ def made():
 
 def test_an_unbuilt_model_is_unbuilt_again_and_can_be_trained():
     model = made()
-    with untouched(model):
+    with restoring(model):
         model(np.zeros((2, 8), "float32"))
         model.optimizer.build(model.trainable_variables)
         model.settings["seen"].append(1)
@@ -158,7 +158,7 @@ def test_an_unbuilt_model_is_unbuilt_again_and_can_be_trained():
 
 def test_everything_comes_back_after_a_failure_too():
     model = made()
-    with pytest.raises(ZeroDivisionError), untouched(model):
+    with pytest.raises(ZeroDivisionError), restoring(model):
         model.jit_compile = "changed"
         raise ZeroDivisionError
 
@@ -173,7 +173,7 @@ def test_random_states_are_kept():
     random.seed(1)
     np.random.seed(1)
 
-    with untouched(model):
+    with restoring(model):
         random.random()
         np.random.random()
 

@@ -3,9 +3,10 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.core.estimate import NOT_COMPILED
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.compilation.compiled_steps import AUTOTUNING, CUDA_GRAPHS, NOT_COMPILED, not_compiled
+from memfit.frameworks.torch.compilation.compiled_steps import AUTOTUNING, CUDA_GRAPHS, not_compiled
 from memfit.frameworks.torch.compilation.inductor_graphs import POOL_STREAM
 from memfit.frameworks.torch.trace import trace
 from memfit.frameworks.torch.trace.job import OpenJob

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.guard_cases import Cnn, Transformer
 from memfit.core.errors import BadModel
-from memfit.core.guarding import GuardOptions, OutOfMemory, Where
+from memfit.core.guarding import GuardOptions, MemoryFailure, Where
 from memfit.core.settings import Settings, Weighting
 from memfit.frameworks.torch.guard.loop import TorchLoop, blocks, data_limit_bytes
 
@@ -74,7 +74,7 @@ def test_choosing_samples_for_a_probe_may_find_no_memory_either():
 def test_the_explanation_has_figures_and_what_to_do():
     loop = make(Transformer(0.0))
     text = loop.explain(
-        OutOfMemory(Where.HOST, "torch", 3 * 2**20),
+        MemoryFailure(Where.HOST, "torch", 3 * 2**20),
         Settings(8, micro_batch_size=1, checkpoint=("a", "b")),
         "its samples differ",
     )

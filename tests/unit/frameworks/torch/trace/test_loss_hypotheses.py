@@ -5,10 +5,10 @@ import torch
 
 from memfit.core.settings import Weighting
 from memfit.frameworks.torch.trace.loss_hypotheses import (
+    Hypothesis,
     Loss,
     Observation,
-    Weighing,
-    all_weighings,
+    all_hypotheses,
     contrasted,
     shortened,
 )
@@ -35,7 +35,7 @@ def observed(first, second, whole, batch=None, cut=1):
     ],
 )
 def test_each_hypothesis_holds_where_it_is_right(weighting, whole):
-    hypothesis = Weighing(weighting)
+    hypothesis = Hypothesis(weighting)
 
     assert hypothesis.holds(observed(2.0, 4.0, whole, LABELS))
     assert not hypothesis.holds(observed(2.0, 4.0, whole + 0.01, LABELS))
@@ -45,20 +45,20 @@ def test_weights_that_are_given():
     right = Observation(None, 1, 4, loss(2.0, 3), loss(4.0, 1), loss(2.5, torch.tensor(4.0)))
     wrong = Observation(None, 1, 4, loss(2.0, 3), loss(4.0, 1), loss(2.5, 5))
 
-    assert Weighing(Weighting("given")).holds(right)
-    assert not Weighing(Weighting("given")).holds(wrong)
-    assert [hypothesis.weighting.kind for hypothesis in all_weighings(right)] == ["given"]
+    assert Hypothesis(Weighting("given")).holds(right)
+    assert not Hypothesis(Weighting("given")).holds(wrong)
+    assert [hypothesis.weighting.kind for hypothesis in all_hypotheses(right)] == ["given"]
 
 
 def test_a_part_in_which_nothing_counts_weighs_nothing():
     labels = torch.tensor([[-100, -100], [1, 2], [1, 2], [1, -100]])
 
-    assert Weighing(Weighting("count", "")).holds(observed(math.nan, 3.0, 3.0, labels))
-    assert not Weighing(Weighting("samples")).holds(observed(math.nan, 3.0, 3.0, labels))
+    assert Hypothesis(Weighting("count", "")).holds(observed(math.nan, 3.0, 3.0, labels))
+    assert not Hypothesis(Weighting("samples")).holds(observed(math.nan, 3.0, 3.0, labels))
 
 
 def test_equal_parts_tell_nothing():
-    mean = Weighing(Weighting("samples"))
+    mean = Hypothesis(Weighting("samples"))
 
     assert mean.holds(observed(2.0, 2.0, 2.0))
     assert not mean.is_told_apart(observed(2.0, 2.0, 2.0))
@@ -67,13 +67,13 @@ def test_equal_parts_tell_nothing():
 
 
 def test_a_sum_is_told_apart_by_its_size():
-    assert Weighing(Weighting("sum")).is_told_apart(observed(2.0, 2.0, 4.0))
-    assert not Weighing(Weighting("sum")).is_told_apart(observed(0.0, 0.0, 0.0))
+    assert Hypothesis(Weighting("sum")).is_told_apart(observed(2.0, 2.0, 4.0))
+    assert not Hypothesis(Weighting("sum")).is_told_apart(observed(0.0, 0.0, 0.0))
 
 
 def test_hypotheses_of_a_batch():
     batch = {"image": torch.randn(4, 3), "labels": LABELS, "mask": torch.ones(4, 4), "flag": torch.ones(4).bool()}
-    found = [hypothesis.weighting for hypothesis in all_weighings(observed(1.0, 2.0, 3.0, batch))]
+    found = [hypothesis.weighting for hypothesis in all_hypotheses(observed(1.0, 2.0, 3.0, batch))]
 
     assert found[:2] == [Weighting("samples"), Weighting("sum")]
     assert {weighting.tensor for weighting in found[2:]} == {"['labels']", "['mask']", "['flag']"}
@@ -85,7 +85,7 @@ def test_hypotheses_of_a_batch():
 
 def test_values_that_a_type_does_not_have_are_left_out():
     batch = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3]], dtype=torch.uint8)
-    found = [hypothesis.weighting for hypothesis in all_weighings(observed(1.0, 2.0, 3.0, batch))]
+    found = [hypothesis.weighting for hypothesis in all_hypotheses(observed(1.0, 2.0, 3.0, batch))]
 
     assert {255, 0} <= {w.ignored for w in found if w.kind == "count"}
     assert all(w.ignored >= 0 for w in found if w.kind == "count")
@@ -151,4 +151,4 @@ def test_narrow_types_may_be_off_by_more():
     ],
 )
 def test_hypotheses_in_words(weighting, text):
-    assert text in Weighing(weighting).describe()
+    assert text in Hypothesis(weighting).describe()

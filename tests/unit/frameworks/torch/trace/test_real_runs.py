@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from memfit.frameworks.torch.trace import real_runs as untouched_module
-from memfit.frameworks.torch.trace.real_runs import untouched
+from memfit.frameworks.torch.trace.real_runs import restoring
 
 TEACHER = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
@@ -49,7 +49,7 @@ def test_a_model_is_put_back():
     parameters = list(model.parameters())
 
     # WHEN it runs forward and backward, and is changed
-    with untouched(model):
+    with restoring(model):
         assert model.linear.weight.grad is None
         model(torch.randn(5, 3)).sum().backward()
         assert model.linear.weight.grad is not None
@@ -72,7 +72,7 @@ def test_a_model_that_is_too_large_to_copy_lends_its_memory(monkeypatch):
     model = Counting()
     before, original = snapshot(model), model.linear.weight.data_ptr()
 
-    with untouched(model):
+    with restoring(model):
         assert model.linear.weight.data_ptr() == original
         # Its forward pass changes this one in place.
         assert model.table.weight.data_ptr() != dict(before)["table.weight"].data_ptr()
@@ -90,7 +90,7 @@ def test_an_optimizer_that_steps_in_backward_is_not_set_off(monkeypatch, copied_
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
 
-    with untouched(model):
+    with restoring(model):
         model(torch.ones(2, 3)).sum().backward()
 
     assert unchanged(model, before)
@@ -103,7 +103,7 @@ def test_ties_are_kept():
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
     model[1].weight = model[0].weight
 
-    with untouched(model):
+    with restoring(model):
         assert model[1].weight is model[0].weight
 
     assert model[1].weight is model[0].weight
@@ -114,7 +114,7 @@ def test_a_module_inside_of_another_that_the_loss_holds_too_is_copied_once():
     model = nn.Sequential(inner, nn.Linear(3, 3))
     model[1].weight = inner.weight
 
-    with untouched(model, lambda model, batch: inner(batch)):
+    with restoring(model, lambda model, batch: inner(batch)):
         assert model[1].weight is inner.weight
 
     assert model[1].weight is inner.weight
@@ -141,7 +141,7 @@ def test_what_an_object_behind_the_loss_holds_is_put_back(wrap):
     before = snapshot(criterion.network)
     loss = wrap(criterion)
 
-    with untouched(model, loss):
+    with restoring(model, loss):
         loss(model, torch.ones(4, 3)).backward()
         assert criterion.seen == 1
 
@@ -159,7 +159,7 @@ def test_what_a_function_names_is_put_back():
         history.append(value.item())
         return value
 
-    with untouched(model, loss):
+    with restoring(model, loss):
         loss(model, torch.randn(4, 3)).backward()
         assert len(history) == 1
 
@@ -172,7 +172,7 @@ def test_random_states_are_put_back():
     model = nn.Linear(1, 1)
     before, python_before = torch.get_rng_state(), random.getstate()
 
-    with untouched(model):
+    with restoring(model):
         torch.randn(3)
         random.random()
 
@@ -184,7 +184,7 @@ def test_it_is_put_back_after_an_error():
     model = Counting()
     before = snapshot(model)
 
-    with pytest.raises(ValueError, match="stop"), untouched(model):
+    with pytest.raises(ValueError, match="stop"), restoring(model):
         model(torch.randn(5, 3))
         raise ValueError("stop")
 
@@ -196,7 +196,7 @@ def test_recurrent_layers_run_on_their_copies():
     model = nn.LSTM(3, 4)
     before = snapshot(model)
 
-    with untouched(model):
+    with restoring(model):
         model(torch.randn(2, 1, 3))[0].sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
 

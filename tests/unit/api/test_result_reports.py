@@ -1,14 +1,16 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
-import memfit  # noqa: F401 (importing it is what gives plans their reports)
+from memfit.api.result_reports import use_reports
 from memfit.core import plan as core_plan
 from memfit.core.errors import BadFile
 from memfit.core.plan import Plan
 from memfit.reports.page import render_page
 from memfit.reports.plan.code import format_code
-from memfit.reports.plan.figures import report, use_reports
+from memfit.reports.plan.figures import report
 from tests.unit.reports.plan_builders import make_plan
 
 
@@ -16,11 +18,12 @@ from tests.unit.reports.plan_builders import make_plan
 def unset(monkeypatch):
     """Plans as they are without reports."""
     monkeypatch.setattr(core_plan, "actions", core_plan._Actions())
-    monkeypatch.setattr("memfit.reports.plan.figures.actions", core_plan.actions)
+    monkeypatch.setattr(Plan, "reporters", core_plan.actions)
+    monkeypatch.setattr("memfit.api.result_reports.actions", core_plan.actions)
 
 
 def test_without_it_a_plan_only_says_its_figures(unset):
-    assert str(make_plan()) == "ResNet: 900.0 MiB"
+    assert str(make_plan()) == repr(make_plan())
     with pytest.raises(NotImplementedError):
         make_plan().code()
 
@@ -47,5 +50,13 @@ def test_a_place_that_cannot_be_written_is_named(unset, tmp_path):
             write(tmp_path)
 
 
-def test_importing_memfit_is_enough():
-    assert str(make_plan()) == str(report(make_plan()))
+@pytest.mark.parametrize("name", ["Estimate", "Plan", "DryRun", "SupervisedRun"])
+def test_whoever_has_a_result_of_memfit_can_print_it(name):
+    code = f"import memfit, sys; sys.exit(memfit.{name}.reporters.describe is repr)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_estimate_inside_of_another_result_prints_as_any_other():
+    code = "import memfit; memfit.dryrun; from memfit.core.estimate import Estimate; print(Estimate.reporters.describe)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "late" in done.stdout
