@@ -63,6 +63,6 @@ def compiled(value: Any, save: Callable[..., None]) -> Any:
     }
     added = {name: what for name, what in extra.items() if not hasattr(value, name)}
     added |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made = object.__new__(new_class(kind.__name__, (kind,), exec_body=lambda names: names.update(added)))
+    made: Any = object.__new__(new_class(kind.__name__, (kind,), exec_body=lambda names: names.update(added)))
     vars(made).update(vars(value))
     return made
