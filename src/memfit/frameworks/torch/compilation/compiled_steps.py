@@ -22,6 +22,7 @@ from memfit.core.estimate import NOT_COMPILED
 from memfit.core.user_code import PACKAGE_FOLDER
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.compilation.inductor_graphs import GraphMemory, compiler_replacements
+from memfit.frameworks.torch.compilation.unwritten_kernels import leaves_out
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.kernels.convolution_layout import channels_last_format
 from memfit.frameworks.torch.shapes.interception import uninterrupted
@@ -165,6 +166,7 @@ class CompiledSteps:
             self._plain_joint_passes = compile_fx._recursive_joint_graph_passes
             replacements = [
                 *compiler_replacements(self._memory),
+                *leaves_out(lambda: self._is_compiling),
                 *self._fake_tensors(),
                 *(self._cuda_device() if self._on_cuda else []),
                 Replacement(compile_fx, "compile_fx", self._compile_graph(compile_fx)),
