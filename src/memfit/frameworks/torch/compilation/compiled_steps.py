@@ -19,9 +19,11 @@ import torch
 
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import NOT_COMPILED
+from memfit.core.units import format_size
 from memfit.core.user_code import PACKAGE_FOLDER
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.compilation.inductor_graphs import GraphMemory, compiler_replacements
+from memfit.frameworks.torch.compilation.unwritten_kernels import leaves_out
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.kernels.convolution_layout import channels_last_format
 from memfit.frameworks.torch.shapes.interception import uninterrupted
@@ -43,7 +45,7 @@ _LEFT_OUT: dict[str, Any] = {
     "compile_threads": 1,
 }
 _HOST = torch.device("cpu")
-# What a benchmark of a kernel overwrites between runs, to empty the cache (torch/_inductor/runtime/benchmarking.py).
+# What Triton's benchmark of a kernel overwrites between runs, to empty the cache.
 _FLUSHED_BYTES = 256 * 1024**2
 
 
@@ -165,6 +167,7 @@ class CompiledSteps:
             self._plain_joint_passes = compile_fx._recursive_joint_graph_passes
             replacements = [
                 *compiler_replacements(self._memory),
+                *leaves_out(lambda: self._is_compiling),
                 *self._fake_tensors(),
                 *(self._cuda_device() if self._on_cuda else []),
                 Replacement(compile_fx, "compile_fx", self._compile_graph(compile_fx)),
@@ -204,13 +207,23 @@ class CompiledSteps:
         if not self._on_cuda:
             return
         if config.max_autotune or config.max_autotune_gemm:
-            text = "max-autotune: kernels of matrix products are taken to be cuBLAS's; trying others takes 256 MiB"
-            self._report(AUTOTUNING, text)
-            self._memory.take_at_next_run(_FLUSHED_BYTES)
+            size = self._flushed_bytes(config)
+            text = "max-autotune: kernels of matrix products are taken to be cuBLAS's; trying others takes "
+            self._report(AUTOTUNING, text + format_size(size))
+            self._memory.take_at_next_run(size)
         self._memory.in_cuda_graphs = bool(config.triton.cudagraphs)
         if self._memory.in_cuda_graphs:
-            text = "CUDA graphs: buffers of compiled graphs are in a memory pool that nothing else can use"
+            text = (
+                "CUDA graphs: buffers of compiled graphs, and copies of their inputs, are in a memory pool of their own"
+            )
             self._report(CUDA_GRAPHS, text)
+
+    def _flushed_bytes(self, config: Any) -> int:
+        """What a benchmark of a kernel overwrites: the second-level cache (torch/_inductor/runtime/benchmarking.py)."""
+        own = getattr(config, "use_experimental_benchmarker", False)
+        own = own and not getattr(config, "use_torch_profiler_benchmarker", False)
+        properties: Any = DeviceProperties(self._device, 0)
+        return int(properties.L2_cache_size) if own else _FLUSHED_BYTES
 
     def _fake_tensors(self) -> list[Replacement]:
         """Shape-only tensors are tensors of the device, to the compiler."""

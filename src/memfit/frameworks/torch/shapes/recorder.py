@@ -183,6 +183,10 @@ class Recorder:
         """The number of the live block that holds `tensor`; None where it is in no block."""
         return self._index_of.get(internals.storage_address(tensor.untyped_storage()))
 
+    def stream_of(self, index: int) -> int:
+        """The number of the stream on which a block started; 0 is the default one."""
+        return self._streams.get(index, 0)
+
     def op_of(self, index: int) -> str:
         """The operator that made a block."""
         return self._ops[index]

@@ -50,7 +50,7 @@ class OpenJob:
         self.name = job.name or type(self.model).__name__
         if job.compile:
             # What it makes has the same parameters; the given model stays as it is.
-            mode = None if job.compile is True or job.compile == "default" else job.compile
+            mode = job.compile if isinstance(job.compile, str) and job.compile != "default" else None
             self.name += ", compiled" if mode is None else f", compiled ({mode})"
             self.model = cast("torch.nn.Module", torch.compile(self.model, mode=mode))
         self.batch_size: int | None
