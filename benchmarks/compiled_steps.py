@@ -127,7 +127,7 @@ def result_table(rows: list[Row]) -> str:
         measured, predicted = (compiled / eager - 1 for eager, compiled in (row.measured, row.predicted))
         sizes = [f"{size / 2**20:.1f}" for size in (*row.measured, *row.predicted)]
         cells.append((row.name, *sizes, *map(percent, (*row.errors, measured, predicted)), f"{row.seconds:.1f}"))
-    heads = "measured eager|compiled|predicted eager|compiled|error eager|compiled|compilation, measured|predicted|s"
+    heads = "eager, measured|compiled, measured|eager|compiled|error, eager|error, compiled|change, measured|change|s"
     return table(("model", *heads.split("|")), cells)
 
 

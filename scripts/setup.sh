@@ -32,6 +32,9 @@ torch=$(grep '^torch==' constraints.txt)
 "${install[@]}" hatchling
 "${install[@]}" --no-build-isolation --editable '.[torch,timm,hf,data,s3,dev]'
 
+# Without Triton, which it asks for: hundreds of MB, and a dry run does without.
+"${install[@]}" --no-deps liger-kernel
+
 # Plain code must work here, not only memfit's: see scripts/torchvision_import.py.
 packages=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp scripts/torchvision_import.py "$packages/"

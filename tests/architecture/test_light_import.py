@@ -26,3 +26,17 @@ def test_import_is_light():
 def test_a_heavy_import_would_be_seen():
     # rich is a base dependency, so it is there to be imported wherever this test runs.
     assert heavy_modules_after("import rich") == ["rich"]
+
+
+def test_a_result_from_a_file_is_shown_whole_in_a_fresh_interpreter():
+    # Nothing but the class has been asked for, and no verb.
+    statement = (
+        "import memfit\n"
+        "from tests.unit.reports.builders import make_estimate\n"
+        "memfit.Estimate\n"
+        "assert 'memfit.api.estimate' not in sys.modules\n"
+        "text = str(make_estimate())\n"
+        "assert 'activation' in text and len(text.splitlines()) > 9, text\n"
+        "assert 'activation' in make_estimate()._repr_html_()"
+    )
+    assert "torch" not in heavy_modules_after(f"sys.path.insert(0, {str(SOURCE.parent)!r})\n{statement}")

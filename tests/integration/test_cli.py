@@ -27,6 +27,7 @@ JOB_FLAGS = [
     "--sequence-length",
     "--image-size",
     "--keep-outputs",
+    "--compile",
     "--ddp",
     "--workers",
     "--json",

@@ -191,3 +191,63 @@ def test_a_dry_run_of_what_does_not_fit_returns_3(tmp_path):
 
     assert (found.outcome, found.fits, done.returncode) == (Outcome.OUT_OF_MEMORY, False, 3)
     assert "loss" not in done.stderr
+
+
+OWN_STEP = """
+import os, sys
+os.environ["KERAS_BACKEND"] = "tor" + "ch"
+import keras, numpy, torch
+
+class Model(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(3)
+        self.layer.build((None, 4))
+        self.built = True
+
+    def train_step(self, data):
+        loss = (self.layer(data) ** 2).mean()
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
+        return {"loss": loss}
+
+model = Model()
+model.compile(optimizer="adam")
+model.fit(numpy.ones((8, 4), "float32"), batch_size=8, verbose=0)
+"""
+BY_ITSELF = """
+import tensorflow as tf
+from train_torch import train
+train(tf.ones((8, 4)).numpy())
+"""
+IN_ANOTHER_FILE = """
+import torch
+
+def train(batch):
+    layer = torch.nn.Linear(4, 3).cuda()
+    optimizer = torch.optim.Adam(layer.parameters())
+    for _ in range(9):
+        layer(torch.tensor(batch).cuda()).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("device", ["t4", "cpu"])
+def test_a_step_of_ones_own_on_pytorch_that_only_running_tells(tmp_path, device):
+    pytest.importorskip("torch")
+
+    done, found = dryrun(tmp_path, "tensorflow", "--device", device, text=OWN_STEP)
+
+    assert (found.num_steps, found.fits, done.returncode) == (1, True, 0)
+
+
+def test_a_script_that_imports_tensorflow_and_trains_with_pytorch_runs_on_the_simulated_gpu(tmp_path):
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("torch")
+    (tmp_path / "train_torch.py").write_text(IN_ANOTHER_FILE)
+
+    done, found = dryrun(tmp_path, "tensorflow", "--device", "t4", text=BY_ITSELF)
+
+    assert "trains with PyTorch, not Keras" in done.stderr
+    assert (found.outcome, found.num_steps, done.returncode) == (Outcome.COMPLETED, 3, 0)

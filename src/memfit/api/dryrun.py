@@ -50,13 +50,14 @@ def dryrun(
     # Processes are of no use to anyone who doesn't run a script.
     from memfit.processes.entry_point import checked_arguments, find_target, keras_backend, simulated
     from memfit.processes.limits import has_devices
-    from memfit.processes.sequence import dry_run
+    from memfit.processes.sequence import OnPyTorch, dry_run
 
     options = options or DryRunOptions()
     words = checked_arguments(arguments, count=(count, 1), steps=(steps, 1), scan=(options.scan, 0))
     name = find_target(os.fspath(script), module=module)
     backend = keras_backend(name, module=module)
     target = resolve("cpu" if device is None and backend and not has_devices() else device)
+    plain_target = target
     # Keras on PyTorch runs on the simulated device like any other script of PyTorch.
     until_fit = backend != "" and (backend != "torch" or target.kind is not Kind.CUDA)
     if not until_fit:
@@ -86,7 +87,13 @@ def dryrun(
             raise BadFile(
                 f"the folder {folder!r}, which the script may write to, can't be made: {error.strerror}. Name another."
             ) from error
-    run, too_large = dry_run(request, quiet_output=options.quiet_output, announce=announce)
+    try:
+        run, too_large = dry_run(request, quiet_output=options.quiet_output, announce=announce)
+    except OnPyTorch:
+        announce("the script trains with PyTorch, not Keras: it runs once more, on the simulated GPU")
+        simulated_target = on_installed_stack(plain_target, installed_stack(), "PyTorch")
+        request = replace(request, device=simulated_target, until_fit=False)
+        run, too_large = dry_run(request, quiet_output=options.quiet_output, announce=announce)
     return run if run.fits is not False or too_large is None else _advised(run, too_large)
 
 

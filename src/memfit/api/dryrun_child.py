@@ -20,7 +20,7 @@ from memfit.allocator import memory_of
 from memfit.allocator.shared import SharedDevice, can_share
 from memfit.core import env
 from memfit.core import interrupts as _interrupts
-from memfit.core.dryrun import DryRun, Request
+from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.progress import announce
 from memfit.core.units import format_size
 from memfit.processes import overlay
@@ -49,10 +49,11 @@ def main(request_path: str) -> int:
 
         _interrupts.raise_again()
         try:
-            result = KerasScriptRun(request).run()
+            script = KerasScriptRun(request)
+            result = script.run()
         except KeyboardInterrupt:
             return 130
-        _write(request.result_path, result.to_json())
+        _write(request.result_path, {**_ended(result).to_json(), "on_torch": script.on_torch})
         return result.exit_code or 0
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
     os.environ["PYTORCH_JIT"] = "0"
@@ -66,7 +67,7 @@ def main(request_path: str) -> int:
     run = _script_run(request, request_path, "")
 
     def write(result: DryRun) -> None:
-        _write(request.result_path, {**result.to_json(), "loader_ordinal": run.loaders.training})
+        _write(request.result_path, {**_ended(result).to_json(), "loader_ordinal": run.loaders.training})
 
     def leave(result: DryRun) -> None:
         write(result)
@@ -144,11 +145,24 @@ def _watch_room(folder: str, first: str) -> None:
         # Others write there, too: only then what is the script's is counted.
         if shutil.disk_usage(folder).free < free / 2 and (size := overlay.written_bytes(Path(first))) > free / 2:
             break
-    announce(
+    text = (
         f"the script has written {format_size(size)}, half of the room in {os.path.dirname(folder)}, and is ended. "
         "Name a folder on a larger disk as TMPDIR, or let it write to its own with --allow-writes FOLDER"
     )
+    announce(text)
+    _reasons.append(text)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+_reasons: list[str] = []
+"""Why we have ended the script."""
+
+
+def _ended(result: DryRun) -> DryRun:
+    """The result, which says so where we and not the script have made its end."""
+    if not _reasons or result.outcome in (Outcome.COMPLETED, Outcome.OUT_OF_MEMORY):
+        return result
+    return replace(result, outcome=Outcome.INTERRUPTED, error=_reasons[0], exit_code=None, suspicion="")
 
 
 def _named(folders: list[str]) -> str:

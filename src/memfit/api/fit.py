@@ -16,7 +16,7 @@ from memfit.api.guard import make_plan
 from memfit.api.jobs import keras_adapter, require_keras
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core import run_events
-from memfit.core.errors import BadInput
+from memfit.core.errors import BadInput, BadModel
 from memfit.core.guarding import AUTO, GuardOptions
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings
@@ -90,6 +90,11 @@ def guarded_fit(
     given = kwargs.get("callbacks")
     known = given if isinstance(given, list | tuple) else [given]
     if any(isinstance(one, FitCallback) for one in known) or not getattr(model, "compiled", False):
+        return plain_fit(model, *args, **kwargs)
+    try:
+        _check_fit(model)
+    except BadModel as error:
+        _log.warning("this fit has no guard: %s", error)
         return plain_fit(model, *args, **kwargs)
     is_asked = request is not None and request.budget_bytes is not None
     terms = Terms(budget=None if is_asked else budget, make_plan=make_plan)

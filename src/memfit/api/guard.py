@@ -124,7 +124,7 @@ class Guard:
         batches: Iterator[Any] = self._loop.batches.over(loader)
         return batches
 
-    def step(self, loss: Callable[[Any, Any], Any] | None, batch: Any) -> StepResult:
+    def step(self, loss: Callable[[Any, Any], Any] | None = None, batch: Any = None) -> StepResult:
         """Forward, backward, and, with the last batch of a window, clipping and the update.
 
         Args:

@@ -107,6 +107,11 @@ def open_estimator(
 ) -> Estimator:
     """The job, checked and ready to be estimated, at its own batch size or the given one."""
     adapter = adapter_of(job)
+    if job.compile and adapter.name != "torch":
+        raise BadInput(
+            f"compile is for models of PyTorch, but the job runs on {adapter.title}. Leave it out: Keras compiles with "
+            "model.compile(jit_compile=True), and steps of JAX are compiled as they are."
+        )
     target = on_installed_stack(device, adapter.stack(), adapter.title)
     if job.set_to_none is None:
         job = replace(job, set_to_none=target.stack is None or target.stack.frees_gradients)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memfit.api.jobs import as_job, open_estimator
+from memfit.core.device import Kind
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import MemfitError
 from memfit.core.estimate import Estimate, Note
@@ -36,6 +37,10 @@ _NO_LOOPS = (
 )
 
 
+class OnPyTorch(BaseException):
+    """Ends a script that turns out to train with PyTorch."""
+
+
 @dataclass(eq=False)
 class KerasScriptRun:
     """One run of a script until its first training step."""
@@ -45,26 +50,41 @@ class KerasScriptRun:
     _turn: Any = None
     _loop: Any = None
     _backend: str = ""
+    _on_torch: bool = False
 
     def run(self) -> DryRun:
         """Runs the script and says what its first training step needs."""
         started = time.perf_counter()
-        watch_imports({"keras": self._watch})
+        watch_imports({"keras": self._watch, "torch": self._watch_torch})
         request, error = self._request, None
         try:
             run_program(request.script, request.arguments, module=request.module)
         except BaseException as raised:
             error = raised
-        if self._loop is not None and not self._has_step and not isinstance(error, KeyboardInterrupt):
+        if self._loop is not None and self._backend == "torch":
+            self._loop.close()
+        elif self._loop is not None and not self._has_step and not isinstance(error, KeyboardInterrupt):
             from memfit.frameworks.keras.script.dryrun import FirstTurn
 
             # A turn that wasn't gone through to its end is better than none.
             with suppress(FirstTurn):
                 self._loop.close()
-        if isinstance(error, Exception) and not self._has_step:
+        # The script has come to nothing with Keras, and has no GPU for PyTorch here: it may come further with one.
+        self._on_torch |= "torch" in sys.modules and self._is_simulated and not self._has_step
+        self._on_torch &= not isinstance(error, KeyboardInterrupt)
+        if isinstance(error, Exception) and not self._has_step and not self._on_torch:
             print(printable_traceback(error), end="", file=sys.stderr)
         result = self._result(error)
         return replace(result, seconds=time.perf_counter() - started)
+
+    @property
+    def on_torch(self) -> bool:
+        """Whether the script, which has ended, uses PyTorch, and is to run on a simulated GPU."""
+        return self._on_torch
+
+    @property
+    def _is_simulated(self) -> bool:
+        return self._request.device.kind is Kind.CUDA
 
     @property
     def _has_step(self) -> bool:
@@ -80,8 +100,21 @@ class KerasScriptRun:
             self._turn = self._turn or loop
 
         self._backend = str(module.backend.backend())
+        if self._backend == "torch" and self._is_simulated:
+            self._on_torch = True
+            raise OnPyTorch("Keras runs on PyTorch")
         end_at_fit(module, found)
         self._loop = follow_loops(turned)
+
+    def _watch_torch(self, module: ModuleType) -> None:
+        def end() -> None:
+            self._on_torch = True
+            raise OnPyTorch("an update of PyTorch")
+
+        if self._is_simulated:
+            from memfit.frameworks.torch.script.steps import call_before_updates
+
+            call_before_updates(end)
 
     def _result(self, error: BaseException | None) -> DryRun:
         request = self._request

@@ -14,7 +14,7 @@ from memfit.core.replay import AllocatorOptions
 from memfit.core.shown import Shown
 from memfit.core.spread import COVERAGE
 from memfit.core.units import format_size
-from memfit.estimator.estimator import checked_batch_size
+from memfit.estimator.estimator import Estimator, checked_batch_size
 from memfit.reports.estimate import tables
 
 _LARGEST_BATCH = 2**24
@@ -23,6 +23,8 @@ _FULL = {CACHE_RELEASED, WORKSPACE_DROPPED}
 # Sizes so much smaller are looked at before one is called sure; all of the next where that takes no trace.
 _FEW_NEIGHBOURS: Sequence[int] = (1, 2, 4, 8)
 _NEIGHBOURS: Sequence[int] = range(1, 33)
+# Each traces what the one before it found; a second one nearly always finds the same.
+_MOST_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -95,7 +97,7 @@ def max_batch(
                 "the batch's tensors share no first dimension, so it can't be made larger or smaller. "
                 "Give tensors whose first dimension is the batch."
             )
-        return _BatchSearch(start, _NEIGHBOURS if estimator.scales else _FEW_NEIGHBOURS).run(sizes)
+        return _BatchSearch(start, estimator).run(sizes)
 
 
 def _checked(candidates: list[int]) -> list[int]:
@@ -109,16 +111,29 @@ def _checked(candidates: list[int]) -> list[int]:
 
 
 class _BatchSearch:
-    """Looks for the largest batch that surely fits and the largest that fits, on the scaled timelines."""
+    """Looks for the largest batch that surely fits and the largest that fits, on the scaled timelines.
 
-    def __init__(self, start: Estimate, neighbours: Sequence[int] = _FEW_NEIGHBOURS) -> None:
+    What it finds is traced, and looked for again where the trace of that very size says otherwise.
+    """
+
+    def __init__(self, start: Estimate, estimator: Estimator | None = None) -> None:
         self._start = start
-        self._neighbours = neighbours
+        self._estimator = estimator
         self._seen: dict[int, Estimate] = {}
-        if start.batch_size is not None:
-            self._seen[start.batch_size] = start
 
     def run(self, candidates: list[int] | None) -> MaxBatch:
+        for _ in range(_MOST_ROUNDS):
+            self._seen = {} if self._start.batch_size is None else {self._start.batch_size: self._start}
+            found = self._look(candidates)
+            if self._estimator is None or all(
+                self._estimator.traced_at(size).peak_bytes == self._seen[size].peak_bytes
+                for size in (found.batch_size, found.limit)
+                if size is not None
+            ):
+                break
+        return found
+
+    def _look(self, candidates: list[int] | None) -> MaxBatch:
         sizes: Sequence[int] = candidates or range(1, self._first_too_large())
         limit = self._bisect(lambda i: self._fits(sizes[i]), len(sizes))
         sure = self._sure(sizes[: 0 if limit is None else limit + 1])
@@ -132,7 +147,8 @@ class _BatchSearch:
         count = len(sizes)
         while (best := self._bisect(lambda i: self._is_sure(sizes[i]), count)) is not None:
             # What the allocator makes of sizes goes up and down: those right below must fit, too.
-            below = {best - step for step in self._neighbours if step <= best}
+            scales = self._estimator is not None and self._estimator.scales(sizes[best])
+            below = {best - step for step in (_NEIGHBOURS if scales else _FEW_NEIGHBOURS) if step <= best}
             below |= {place for place in range(best) if sizes[place] in self._seen}
             # A single sample may be refused for other reasons, such as by batch norm.
             failing = [place for place in below if sizes[place] > 1 and not self._is_passed(sizes[place])]

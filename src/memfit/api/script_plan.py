@@ -72,6 +72,8 @@ def plan_script(
     path = find_target(os.fspath(script), module=module)
     require_torch()
     target = on_installed_stack(target, installed_stack(), "the script")
-    request = Request(path, module, script_arguments, target, count, options.script_steps, unlimited=True, watch=True)
+    request = Request(
+        path, module, script_arguments, target, count, options.script_steps, unlimited=True, compiles=False, watch=True
+    )
     space = ScriptSpace(request, allowed, patience, quiet_output=options.quiet_output)
     return Planner(space.question, space.search, started).run()

@@ -80,9 +80,9 @@ def aliases_of(parser: argparse.ArgumentParser, action: argparse.Action) -> list
 
 def nearest_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """The options that those which aren't known come nearest to."""
-    known = [option for option in parser._option_string_actions if option.startswith("--")]
+    known = [option for option in parser._option_string_actions if option.startswith("--") and "_" not in option]
     given = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    return "".join(suggestion(option, known) for option in given[:1])
+    return "".join(suggestion(option.replace("_", "-"), known) for option in given[:1])
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:

@@ -55,6 +55,7 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
     kept = "the loop holds the model's outputs until it has the next"
     parser.add_argument("--keep-outputs", action="store_true", default=None, help=kept)
     if not of_plan:
+        parser.add_argument("--compile", action="store_true", default=None, help="torch.compile compiles the model")
         buckets = "devices of DistributedDataParallel, which copies gradients into buckets"
         parser.add_argument("--ddp", type=int, metavar="N", help=buckets)
     if of_one_size and not of_plan:
@@ -184,6 +185,9 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
         changes["mode"] = "inference"
     if getattr(arguments, "keep_outputs", False):
         changes["keep_outputs"] = True
+    if getattr(arguments, "compile", False):
+        # A mode that the job names itself stays.
+        changes["compile"] = job.compile or True
     if getattr(arguments, "ddp", None) is not None:
         changes["data_parallel"] = arguments.ddp
     if getattr(arguments, "workers", None) is not None:

@@ -31,7 +31,7 @@ class Outcome(StrEnum):
     OUT_OF_MEMORY = "out of memory"  # the simulated device was full and the script died of it
     FAILED = "failed"  # any other exception, or an exit code other than 0
     CRASHED = "crashed"  # the process died and left no result
-    INTERRUPTED = "interrupted"  # the user ended it
+    INTERRUPTED = "interrupted"  # the user ended it, or memfit because disk room ran short
 
 
 EXIT_CODES = {
@@ -176,6 +176,7 @@ class DryRun(Reported):
         module: whether `script` is the name of a module, as for `python -m`.
         processes: what each process of the script held on the device when all together held most, where there are
             several; by name, in the order in which they began.
+        num_compiled: graphs that `torch.compile` made of it, on shapes.
     """
 
     reporters: ClassVar = Reporters[Any]()
@@ -199,6 +200,7 @@ class DryRun(Reported):
     suspicion: str = ""
     module: bool = False
     processes: dict[str, int] = field(default_factory=dict)
+    num_compiled: int = 0
 
     def summary(self) -> str:
         """How it ended, and the peak."""
@@ -279,6 +281,7 @@ class Request:
     settings: Settings | None = None
     # whether the micro-batches of the settings make up one update; each makes one of its own otherwise
     accumulates: bool = True
+    compiles: bool = True  # compile what the script has compiled; it runs as it is otherwise
     watch: bool = False  # tell what else the run shows of the program, the work of its operators included
     # run the script, which trains with Keras, until its first `fit`, and estimate a step of that
     until_fit: bool = False

@@ -44,6 +44,7 @@ class Note:
 AT_MOST = "peak-at-most"
 """Code of the note that tensors at the peak are as large as they can be."""
 
+NOT_COMPILED = "not-compiled"
 CACHE_RELEASED = "cache-released"
 """Code of the note that the allocator had to give back its cache."""
 

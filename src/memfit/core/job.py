@@ -13,6 +13,9 @@ MODES = ("training", "inference")
 OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adafactor")
 """Optimizers that can be asked for by name."""
 
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes of `torch.compile`."""
+
 _OTHER_PRECISIONS = {
     "fp32": "32 32-true float32 float full no",
     "fp16": "16-true float16 half",
@@ -61,6 +64,8 @@ class Job(Shown):
         keep_outputs: the loop holds what the model returned (`outputs = model(...)`) until it returns the next; by
             default it holds what the loss function does.
         data_parallel: devices over which `DistributedDataParallel` trains, with its default buckets for gradients.
+        compile: whether `torch.compile` compiles the model, or the mode in which it does: "default", "reduce-overhead",
+            "max-autotune" or "max-autotune-no-cudagraphs". A model that is compiled already needs neither.
     """
 
     model: Any
@@ -76,6 +81,7 @@ class Job(Shown):
     pin_memory: bool = False
     keep_outputs: bool = False
     data_parallel: int = 1
+    compile: bool | str = False
 
     def __post_init__(self) -> None:
         if isinstance(self.precision, str):
@@ -89,6 +95,10 @@ class Job(Shown):
                 f"data_parallel is a number of devices, from 1 to {_MOST_DEVICES:,}, but {self.data_parallel!r} was "
                 "given. "
                 "Leave it out for a single device."
+            )
+        if not isinstance(self.compile, bool) and self.compile not in COMPILE_MODES:
+            raise BadInput(
+                f"compile must be True, False or one of {', '.join(COMPILE_MODES)}, but {self.compile!r} was given."
             )
         if self.num_workers < 0 or self.prefetch_factor < 1:
             raise BadInput(

@@ -45,6 +45,8 @@ class Trace:
         work: every operator of a step in order, forward and backward pass of the first, update of the second; empty
             where a framework doesn't tell.
         grouped_bytes: the most that a grouped convolution may take beside what the timeline has.
+        has_regimes: whether kernels take other memory from some batch sizes on, so that a trace tells only of sizes
+            near its own.
     """
 
     timeline: Timeline
@@ -61,6 +63,7 @@ class Trace:
     spread: tuple[float, float] = (1.0, 1.0)
     work: tuple[Work, ...] = ()
     grouped_bytes: int = 0
+    has_regimes: bool = False
 
 
 class Tracer(Protocol):

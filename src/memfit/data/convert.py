@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import BadFile, BadInput
+from memfit.core.shown import Shown
 from memfit.core.units import format_size, parse_size
 from memfit.data.files import matches
 from memfit.data.journal import Journal
@@ -32,8 +33,8 @@ class ConvertedField:
     statistics: Statistics
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+@dataclass(frozen=True, slots=True, repr=False)
+class Conversion(Shown):
     """What a conversion did; everything in it is measured."""
 
     source: str
@@ -45,6 +46,11 @@ class Conversion:
     seconds: float  # without what earlier runs had done
     resumed_at: int = 0  # samples that an interrupted run before this one had done
     classes: tuple[str, ...] = ()  # names that the numbers of the labels stand for
+
+    def summary(self) -> str:
+        """The files, and how large they are."""
+        sizes = f"{format_size(self.source_bytes)} -> {format_size(self.destination_bytes)}"
+        return f"of {self.source} to {self.destination}: {self.num_samples} samples, {sizes}"
 
     @property
     def totals(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes
 from memfit.core.env import spool_folder
 from memfit.core.errors import BadInput, MemfitError
+from memfit.core.shown import Shown
 from memfit.core.units import KIB, MIB, format_size, parse_size
 from memfit.data.convert import paths_of, size_on_disk
 from memfit.data.source import Array, Field, Layout, SampleSource, Source
@@ -90,8 +91,8 @@ class Storage:
     is_text: bool = False  # numbers are stored as text, so that their types are the reader's
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Shown):
     """What is known of a file of samples without reading it."""
 
     name: str
@@ -106,6 +107,12 @@ class Inspection:
     savings: dict[str, int]  # bytes that narrower types would save, by name of the type
     streaming: Streaming | None  # None where the budget doesn't allow it, which a warning says
     warnings: tuple[str, ...]  # what is worth changing
+
+    def summary(self) -> str:
+        """The file, its samples and the first of their fields."""
+        first, others = self.fields[0], len(self.fields) - 1
+        more = f" and {others} more" if others else ""
+        return f"of {self.name}: {self.num_samples} samples of {first.name} {first.dtype} {list(first.shape)}{more}"
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON; sizes and shapes are measured, values are looked at in a sample of the data."""

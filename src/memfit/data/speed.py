@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import BadFile, BadInput
+from memfit.core.shown import Shown
 from memfit.core.units import MIB, parse_size
 from memfit.data.convert import files_in, paths_of, size_on_disk
 from memfit.data.files import drop_pages
@@ -27,8 +28,8 @@ _READ_BYTES = 4 * MIB
 _LOOK_SECONDS = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+@dataclass(frozen=True, slots=True, repr=False)
+class Speed(Shown):
     """What was measured; everything in it is of one run on this machine."""
 
     name: str
@@ -45,6 +46,10 @@ class Speed:
     num_rows: int
     seconds: float  # that the stream was measured for
     is_cold: bool  # whether the kernel could be told to forget the files before
+
+    def summary(self) -> str:
+        """The file and how fast it streams."""
+        return f"of {self.name}: {self.rows_per_second:,.0f} samples/s in batches of {self.batch_size}"
 
     @property
     def ratio(self) -> float | None:

@@ -69,8 +69,9 @@ class Estimator:
         self.tracer: Any = tracer
         self._framework = framework
         self._traces: dict[int | None, Trace] = {}
-        self._family: Family | None = None
-        self._family_tried = False
+        self._families: dict[tuple[int, int], Family | None] = {}
+        self._settled: set[int] = set()
+        """Sizes next to which others are told from their trace."""
         self._fitted: dict[Settings, Trace] = {}
 
     def run(self, *, eager: bool = True) -> Estimate:
@@ -79,7 +80,7 @@ class Estimator:
         first = self.tracer.batch_size
         trace = self._trace(first)
         if eager and first is not None and time.perf_counter() - started < _EAGER_SECONDS:
-            self._fit()
+            self._family(max(2, first))
         return self._estimate(trace.timeline, first, started)
 
     def at_batch(self, batch_size: int) -> Estimate:
@@ -91,20 +92,32 @@ class Estimator:
             return self._estimate(known.timeline, batch_size, started)
         # A batch of 1 tells nothing of larger ones, nor they of it: PyTorch treats dimensions of size 1 apart (they
         # broadcast, and any stride makes them contiguous), so that it may go through other operators.
-        family = self._fit() if batch_size > 1 else None
+        family = self._family(batch_size) if batch_size > 1 else None
         # Below the sizes that it has seen, a compiler may lay things out in another way.
         least = min(
             (size for size, trace in self._traces.items() if size and trace.assigned_bytes is not None), default=0
         )
         if family is None or batch_size < least:
-            return self._estimate(self._trace(batch_size).timeline, batch_size, started)
+            trace = self._trace(batch_size)
+            self._settled.add(batch_size)
+            return self._estimate(trace.timeline, batch_size, started)
         timeline = family.at(batch_size)
         return self._estimate(timeline, batch_size, started, assigned_bytes=self._assigned(batch_size, timeline))
 
+    def traced_at(self, batch_size: int) -> Estimate:
+        """The estimate at a batch size, from a trace of that very size where other sizes may not tell all."""
+        if self._has_regimes:
+            self._trace(batch_size)
+            self._settled.add(batch_size)
+        return self.at_batch(batch_size)
+
     @property
-    def scales(self) -> bool:
-        """Whether other batch sizes take no further trace."""
-        return self.tracer.batch_size is not None and self._fit() is not None
+    def _has_regimes(self) -> bool:
+        return self._traces[self.tracer.batch_size].has_regimes
+
+    def scales(self, batch_size: int) -> bool:
+        """Whether sizes next to this one take no further trace."""
+        return self.tracer.batch_size is not None and self._family(max(2, batch_size)) is not None
 
     def with_settings(self, settings: Settings) -> tuple[Estimate, int]:
         """(the estimate of the step as settings run it, bytes that wait in host memory)."""
@@ -126,20 +139,39 @@ class Estimator:
                 self._traces[batch_size] = self.tracer.trace(batch_size)
         return self._traces[batch_size]
 
-    def _fit(self) -> Family | None:
-        if not self._family_tried:
-            self._family_tried = True
-            n: int = max(2, self.tracer.batch_size)
+    def _family(self, batch_size: int) -> Family | None:
+        """The step at the sizes around one; None where it isn't the same step at all of them."""
+        ends = self._ends(batch_size)
+        if ends not in self._families:
+            n, m = ends
             try:
-                first, second = (n, self._trace(n).timeline), (2 * n, self._trace(2 * n).timeline)
+                first, second = (n, self._trace(n).timeline), (m, self._trace(m).timeline)
                 family = fit(first, second)
                 if family is not None and needs_third(first, second):
-                    family = fit(first, second, (3 * n, self._trace(3 * n).timeline))
-                self._family = family
+                    third = next((size for size in (m // 2, 2 * m, n + m) if size in self._traces and size != n), n + m)
+                    family = fit(first, second, (third, self._trace(third).timeline))
+                self._families[ends] = family
             except (StepFailed, BadInput):
                 # The step works at its own batch size only; other sizes will say why when they are asked for.
-                self._family = None
-        return self._family
+                self._families[ends] = None
+        return self._families[ends]
+
+    def _ends(self, batch_size: int) -> tuple[int, int]:
+        """Two sizes whose traces tell of the one between them.
+
+        Where kernels have regimes, these are the job's own size, doubled or halved as often as needed, or nearer
+        ones that have been traced. Elsewhere it and its double tell of all.
+        """
+        own: int = max(2, self.tracer.batch_size)
+        n, m = own, 2 * own
+        if self._has_regimes:
+            while m < batch_size:
+                n, m = m, 2 * m
+            while n > batch_size:
+                n, m = max(2, n // 2), n
+            n = max((size for size in self._settled if n < size <= batch_size), default=n)
+            m = min((size for size in self._settled if max(n + 1, batch_size) <= size < m), default=m)
+        return n, m
 
     def _assigned(self, batch_size: int, timeline: Timeline) -> int | None:
         """What a compiler would lay out at a size between, or beyond, those that it was asked about.

@@ -1,4 +1,4 @@
-"""Any batch size from few traces.
+"""Batch sizes between two traces, and beyond them where kernels allow.
 
 A step at batch size n allocates the same blocks in the same order as at another, only larger. Each block's size is a
 polynomial in n: constant (weights), linear (activations) or quadratic (a similarity matrix over the batch). Two traces
@@ -8,7 +8,7 @@ determine the first two kinds; a negative constant term betrays the third, and a
 from dataclasses import dataclass, replace
 from operator import mul
 
-from memfit.core.timeline import Timeline
+from memfit.core.timeline import Category, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,15 @@ class Family:
 
 
 def needs_third(first: tuple[int, Timeline], second: tuple[int, Timeline]) -> bool:
-    """Whether some block grows faster than the batch."""
+    """Whether some tensor grows faster than the batch.
+
+    Scratch memory of kernels does so by steps, of which a third trace tells no more than two.
+    """
     (n, a), (m, b) = first, second
     return any(
-        x.size_bytes != y.size_bytes and x.size_bytes * (m - n) < n * (y.size_bytes - x.size_bytes)
+        x.size_bytes != y.size_bytes
+        and x.size_bytes * (m - n) < n * (y.size_bytes - x.size_bytes)
+        and x.category is not Category.WORKSPACE
         for x, y in zip(a.blocks, b.blocks, strict=True)
     )
 
@@ -42,11 +47,22 @@ def needs_third(first: tuple[int, Timeline], second: tuple[int, Timeline]) -> bo
 def fit(*traces: tuple[int, Timeline]) -> Family | None:
     """The family through two or three traces; None when they don't allocate the same blocks in the same order."""
     timelines = [timeline for _, timeline in traces]
-    if len({(t.num_ticks, tuple((b.start, b.end, b.op) for b in t.blocks)) for t in timelines}) > 1:
+    if not all(_is_same_step(timelines[0], other) for other in timelines[1:]):
         return None
     sizes = [n for n, _ in traces]
     columns = zip(*(timeline.blocks for timeline in timelines), strict=True)
     return Family(timelines[0], tuple(_interpolate(sizes, [b.size_bytes for b in column]) for column in columns))
+
+
+def _is_same_step(one: Timeline, other: Timeline) -> bool:
+    return (
+        one.num_ticks == other.num_ticks
+        and len(one.blocks) == len(other.blocks)
+        and all(
+            x.start == y.start and x.end == y.end and x.op == y.op
+            for x, y in zip(one.blocks, other.blocks, strict=True)
+        )
+    )
 
 
 def _interpolate(points: list[int], values: list[int]) -> tuple[float, ...]:

@@ -31,6 +31,9 @@ _DEVICE_SEGMENT_BYTES = 2 * MIB
 _IMPORT = re.compile(r"^\s*(?:from\s+|import\s+(?:[\w.]+(?:\s+as\s+\w+)?\s*,\s*)*)(?:keras|tensorflow)\b", re.MULTILINE)
 _CHOICE = re.compile(r"KERAS_BACKEND[\"']\]?\s*(?:,|=)\s*[\"'](\w+)[\"']")
 _DEFAULT = "tensorflow"
+# A script that trains with PyTorch, whatever it takes from Keras or TensorFlow: a tokenizer, a data set, a log.
+_TORCH = re.compile(r"^\s*(?:from|import)\s+torch\b(?s:.*)\.backward\(", re.MULTILINE)
+_KERAS_STEP = re.compile(r"GradientTape|value_and_grad|\.train_on_batch\(|(?<!torch)(?<!\bre)\.compile\(")
 # What starts a script, in a process that then says what it has mapped.
 _MEASURE = """
 import os, importlib, sys
@@ -144,7 +147,7 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 def keras_backend(script: str, *, module: bool = False) -> str:
-    """The backend on which a script's Keras will run; "" for a script that imports neither Keras nor TensorFlow."""
+    """The backend on which a script's Keras will run; "" for a script that doesn't train with it."""
     try:
         if module:
             spec = importlib.util.find_spec(script)
@@ -156,6 +159,8 @@ def keras_backend(script: str, *, module: bool = False) -> str:
     if not _IMPORT.search(text):
         return ""
     chosen = _CHOICE.search(text)
+    if not chosen and _TORCH.search(text) and not _KERAS_STEP.search(text):
+        return ""
     if chosen or env.keras_backend():
         return chosen[1] if chosen else env.keras_backend()
     # What Keras's own file says, as Keras reads it.

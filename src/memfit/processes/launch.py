@@ -38,6 +38,8 @@ FAILED = "process-failed"
 
 # Seconds after which a run without a step says what it is doing; the last again and again.
 _MOMENTS = (10.0, 30.0, 60.0)
+# Of a script whose first step is estimated, and of which nothing is seen before.
+_UNTIL_FIT = "the script runs, no training step yet,"
 
 # How long a script that is told to end may take to do so.
 _GRACE_SECONDS = 10.0
@@ -91,7 +93,9 @@ def run_child(
             words = [*(command or processes.DRYRUN), str(request_path)]
             # What the script prints is progress enough.
             with doing("running the script") if silent else nullcontext():
-                return_code = _run(words, stdout_to_stderr, silent, timeout_seconds, is_ours="-m" in words)
+                return_code = _run(
+                    words, stdout_to_stderr, silent, timeout_seconds, is_ours="-m" in words, until_fit=request.until_fit
+                )
         except subprocess.TimeoutExpired:
             return _crash(request, -getattr(signal, "SIGALRM", signal.SIGTERM)).to_json()
         except KeyboardInterrupt:
@@ -120,7 +124,13 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _run(
-    command: list[str], stdout_to_stderr: bool, silent: bool, timeout_seconds: float | None = None, *, is_ours: bool
+    command: list[str],
+    stdout_to_stderr: bool,
+    silent: bool,
+    timeout_seconds: float | None = None,
+    *,
+    is_ours: bool,
+    until_fit: bool = False,
 ) -> int:
     """Return code of the command; negative for a signal."""
     # What we have printed so far comes before what the script prints.
@@ -141,20 +151,22 @@ def _run(
         )
     with started as process:
         try:
-            return process.wait(timeout_seconds) if silent else _wait(process, Path(command[-1]).parent / DEVICE)
+            if silent:
+                return process.wait(timeout_seconds)
+            return _wait(process, Path(command[-1]).parent / DEVICE, until_fit=until_fit)
         except BaseException as error:
             _stop(process, error, shares_terminal)
             raise
 
 
-def _wait(process: subprocess.Popen[bytes], device: Path) -> int:
+def _wait(process: subprocess.Popen[bytes], device: Path, *, until_fit: bool) -> int:
     """Waits for the process, and says from time to time how far it is, as long as there is no step."""
     started = time.monotonic()
     for moment in itertools.chain(_MOMENTS, itertools.count(2 * _MOMENTS[-1], _MOMENTS[-1])):
         try:
             return process.wait(max(0.0, started + moment - time.monotonic()))
         except subprocess.TimeoutExpired:
-            text = progress(*read_shares(str(device)))
+            text = _UNTIL_FIT if until_fit else progress(*read_shares(str(device)))
             if text:
                 announce(f"{text} after {moment:.0f} s")
     raise AssertionError("time has ended")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan, Seen
-from memfit.core.estimate import Estimate
+from memfit.core.estimate import NOT_COMPILED, Estimate, Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Timeline
 from memfit.processes.launch import Interrupted, run_child
@@ -21,6 +21,10 @@ _MIN_SCAN_STEPS = 2
 _MAX_AHEAD = 1000
 # With micro-batches every update takes so many passes, and all there is to see is there in the second.
 _STEPS_OF_PARTS = 2
+
+
+class OnPyTorch(Exception):
+    """A script that was taken for one of Keras is to run on a simulated GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,22 @@ def dry_run(
 
     Raises:
         Interrupted: the user interrupted it; has what was known by then.
+        OnPyTorch: it was to run until its first step with Keras, and trains with PyTorch.
     """
     started = time.perf_counter()
     data = run_child(request, stdout_to_stderr=quiet_output)
     run = DryRun.from_json(data)
+    if run.outcome is Outcome.FAILED and run.num_compiled:
+        announce("the script failed in or after code that was compiled on shapes: running it once more as eager")
+        request = replace(request, compiles=False)
+        again = run_child(request, stdout_to_stderr=quiet_output)
+        eager = DryRun.from_json(again)
+        # Where it fails all the same, it wasn't the compiler's doing.
+        if eager.outcome is not Outcome.FAILED:
+            data, run = again, _counted_as_eager(eager, run.error)
     too_large = None
+    if request.until_fit and data.get("on_torch"):
+        raise OnPyTorch(request.script)
     if request.until_fit:
         # A single step was estimated, and there is no more to see.
         return replace(run, seconds=time.perf_counter() - started), None
@@ -61,6 +76,14 @@ def dry_run(
         # What the first run found is worth more than what a further one had found by now.
         raise Interrupted(run) from None
     return replace(run, seconds=time.perf_counter() - started), too_large
+
+
+def _counted_as_eager(run: DryRun, error: str) -> DryRun:
+    """The run, with a note of why nothing of it is compiled."""
+    if run.estimate is None:
+        return run
+    note = Note(NOT_COMPILED, f"the script failed with what torch.compile made of it, which counts as eager: {error}")
+    return replace(run, estimate=replace(run.estimate, notes=(*run.estimate.notes, note)))
 
 
 def run_with(

@@ -207,9 +207,24 @@ def test_a_script_of_jax_is_told_what_to_do_and_no_library_is_missed(tmp_path):
     assert "load error" not in done.stderr
 
 
+@pytest.mark.parametrize(("user", "is_said"), [(0, False), (1000, True)])
+def test_what_others_own_can_not_be_written_and_that_is_said(user, is_said, tmp_path, monkeypatch, capsys):
+    # GIVEN a view of the files, which only root's own mapping of users lets write what others own
+    monkeypatch.setattr(child.overlay, "enter", lambda *_, **__: ("", []))
+    monkeypatch.setattr(child.os, "geteuid", lambda: user)
+    request = Request("train.py", False, (), find_device("t4"), result_path="", layers=(str(tmp_path),))
+
+    child._keep_files_apart(request)
+
+    said = capsys.readouterr().err
+    assert "files that the script writes are discarded when it ends" in said
+    assert ("it can't write to files of other users (EOVERFLOW)" in said) is is_said
+
+
 def test_a_script_that_fills_the_disk_with_what_is_discarded_is_ended(tmp_path, monkeypatch, capsys):
     free = [100 * 2**20]
     monkeypatch.setattr(child, "_ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(child, "_reasons", [])
     monkeypatch.setattr(child.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free[0]))
     seen = []
 
@@ -224,5 +239,14 @@ def test_a_script_that_fills_the_disk_with_what_is_discarded_is_ended(tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         child._watch_room(str(tmp_path / "layers"), str(tmp_path))
 
-    assert f"has written 60.0 MiB, half of the room in {tmp_path}, and is ended" in capsys.readouterr().err
+    said = f"has written 60.0 MiB, half of the room in {tmp_path}, and is ended"
+    assert said in capsys.readouterr().err
     assert len(seen) == 3
+    # What became of the script, whatever it has made of the interruption, is said with that reason.
+    common = {"script": "train.py", "arguments": (), "estimate": None, "num_steps": 0, "steps_wanted": 3}
+    for outcome in (Outcome.FAILED, Outcome.NO_STEP, Outcome.ENDED):
+        ended = child._ended(DryRun(**common, outcome=outcome, error="KeyboardInterrupt: no message", exit_code=1))
+        assert ended.outcome is Outcome.INTERRUPTED
+        assert said in ended.error
+    whole = DryRun(**common, outcome=Outcome.COMPLETED)
+    assert child._ended(whole) is whole

@@ -200,6 +200,19 @@ def test_a_budget_is_planned_for(monkeypatch, caplog):
     assert difference(plain(dense(), shuffle=False), model) < 1e-5
 
 
+def test_a_script_whose_model_no_guard_can_have_trains_as_without_one(caplog):
+    model = build(dense())
+    model.second_optimizer = keras.optimizers.Adam()
+    with pytest.raises(BadModel, match="aren't built yet"):
+        fit(model, *data(), batch_size=4, verbose=0)
+
+    history = guarded_fit(type(model).fit, model, (*data(),), {"batch_size": 4, "verbose": 0, "shuffle": False})
+
+    assert "this fit has no guard: the model" in caplog.text
+    assert list(history.history) == ["loss", "mae"]
+    assert difference(plain(dense(), shuffle=False), model) < 1e-5
+
+
 def test_a_budget_that_nothing_fits_into_is_said_before_the_first_step(monkeypatch):
     def made(model, **arguments):
         raise PlanNotFound("no plan fits")

@@ -61,6 +61,17 @@ def test_a_step_that_fits_is_a_plain_step():
     assert guard.num_updates == 1
 
 
+def test_a_model_that_returns_its_loss_needs_none():
+    class Own(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch).square().mean()
+
+    model = Own(4, 4)
+    guard = memfit.Guard(model, torch.optim.SGD(model.parameters()), options=memfit.GuardOptions(remember=False))
+
+    assert guard.step(batch=BATCH).updated
+
+
 @pytest.mark.parametrize(("most", "retries"), [(4, 1), (2, 2), (1, 3)])
 def test_no_more_than_three_steps_are_wasted_on_a_batch_eight_times_too_large(most, retries):
     guard, _ = small()

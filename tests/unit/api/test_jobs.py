@@ -38,3 +38,10 @@ def test_the_device_carries_the_stack_that_runs(job):
     assert on_installed_stack(find_device("t4"), None, "JAX").stack is None
     with pytest.raises(BadInput, match=r"torch2.4-cu121 was given for JAX, which doesn't run on it"):
         on_installed_stack(asked, None, "JAX")
+
+
+def test_only_pytorch_compiles_models():
+    keras_job = Job(None, None, torch.zeros(2), compile=True)
+
+    with pytest.raises(BadInput, match=r"compile is for models of PyTorch, but the job runs on Keras"):
+        open_estimator(keras_job, find_device("t4"))

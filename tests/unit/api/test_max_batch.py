@@ -78,6 +78,21 @@ def test_where_nothing_is_sure_the_limit_is_still_told():
     assert found.estimate.batch_size == found.limit
 
 
+def test_the_largest_batch_is_traced_itself():
+    # GIVEN a search that starts at 4 samples, whose sums don't take the buffers that those of hundreds do
+    device = dataclasses.replace(memfit.find_device("h100"), usable_bytes=2**30)
+
+    found = memfit.max_batch(jobs.transformer_job(4), device=device)
+
+    # THEN what it finds is what traces at those sizes say
+    sure, largest = (
+        memfit.estimate(jobs.transformer_job(size), device=device) for size in (found.batch_size, found.limit)
+    )
+    assert found.estimate.peak_bytes == sure.peak_bytes
+    assert sure.fit_probability >= 0.95
+    assert largest.fits
+
+
 def test_the_largest_batch_does_not_depend_on_where_the_search_starts():
     sizes = {memfit.max_batch(jobs.conv_job(n), device="400MiB").batch_size for n in (2, 7, 500)}
 

@@ -65,6 +65,8 @@ def test_arguments_of_a_script_are_its_own():
         (["data", "inspct"], "Did you mean 'inspect'?"),
         (["estimate", "x", "--optimizer", "adamm"], "Did you mean 'adam'?"),
         (["estimate", "x", "--presicion", "fp16"], "Did you mean '--precision'?"),
+        (["estimate", "x", "--batchsize", "8"], "Did you mean '--batch-size'?"),
+        (["estimate", "x", "--sequence_lenght", "8"], "Did you mean '--sequence-length'?"),
         (["data", "bench", "x", "--secnds", "3"], "Did you mean '--seconds'?"),
         (["dryrun", "--devise", "t4", "train.py"], "Did you mean '--device'?"),
         (["plan", "x", "-d", "t4,,a10g"], "a name is missing in 't4,,a10g'"),

@@ -24,7 +24,7 @@ INTERRUPTED = """
 import os, runpy, signal, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "memfit.api.compare":
+        if name == "memfit.core.reporters":
             os.kill(os.getpid(), signal.SIGINT)
             for _ in range(1000):
                 pass

@@ -9,6 +9,9 @@ from memfit.core.device import Device, Kind, Origin
 from memfit.core.guarding import StepResult
 from memfit.core.settings import Settings
 from memfit.core.shown import Shown
+from memfit.data.convert import Conversion
+from memfit.data.inspection import InspectedField, Inspection
+from memfit.data.speed import Speed
 from memfit.guard.search import Search
 from tests.unit.reports.builders import RTX_3090, make_estimate
 from tests.unit.reports.plan_builders import make_plan
@@ -20,6 +23,10 @@ ESTIMATE = make_estimate()
 STUDY = optuna.create_study()
 ENDED = {"position": 0, "outcome": "finished", "seconds": 0.1, "memory_bytes": None, "held": "", "error": ""}
 STUDY.add_trial(optuna.trial.create_trial(value=0.25, user_attrs=ENDED))
+SPEED = Speed("x.npy", 10, 160, 32, 0, 2**20, 12000.4, 1e5, 2e5, 0.5, None, 10, 0.1, True)
+FIELDS = tuple(InspectedField(name, "float32", (4,), False, False, 160, None) for name in ("x", "z"))
+INSPECTION = Inspection("x.npy", 10, FIELDS, (), 160, 160, (), None, False, {}, None, ())
+CONVERSION = Conversion("x.npy", "y.npy", 10, (), 1024, 512, 1.0)
 RESULTS = {
     "<Estimate of ResNet: 1.13 GiB on rtx-3090, fits>": ESTIMATE,
     "<Plan of ResNet: 900.0 MiB of 900.0 MiB on rtx-3090, 4 moves, 1.19 times as long>": make_plan(),
@@ -35,6 +42,11 @@ RESULTS = {
     "<Device x: X, memory unknown>": Device("x", "X", Kind.CUDA, None, None, Origin.ASSUMED),
     "<Search of 1 trials: best 0.25 in trial 0>": Search(STUDY, Path("missing"), None),
     "<Job of a function: training, precision as given>": memfit.Job(lambda: None),
+    "<Speed of x.npy: 12,000 samples/s in batches of 32>": SPEED,
+    "<Conversion of x.npy to y.npy: 10 samples, 1.00 KiB -> 512 B>": Conversion(
+        "x.npy", "y.npy", 10, (), 1024, 512, 1.0
+    ),
+    "<Inspection of x.npy: 10 samples of x float32 [4] and 1 more>": INSPECTION,
 }
 
 

@@ -51,6 +51,8 @@ def result(request: Request, behaviour: str) -> DryRun:
         return dataclasses.replace(run, outcome=Outcome.NO_STEP, num_steps=0)
     if behaviour == "failure":
         return dataclasses.replace(run, outcome=Outcome.FAILED, num_steps=1, error="ValueError: no (train.py:3)")
+    if behaviour == "fails compiled" and request.compiles:
+        return dataclasses.replace(run, outcome=Outcome.FAILED, num_compiled=2, error="TypeError: no (train.py:3)")
     if behaviour == "caught":
         return dataclasses.replace(run, failures=(make_failure(handled=True),))
     return run

@@ -170,6 +170,24 @@ def test_other_scripts_are_not(backend, text):
     assert backend(text) == ""
 
 
+TRAINS = "import torch\nloss.backward()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"from tensorflow.keras.preprocessing.sequence import pad_sequences\n{TRAINS}", ""),
+        (f"import tensorflow as tf\n{TRAINS}model = torch.compile(model)\nx = re.compile('a')", ""),
+        (f"import tensorflow as tf\n{TRAINS}model.compile(optimizer='adam')", "tensorflow"),
+        (f"import tensorflow as tf\n{TRAINS}with tf.GradientTape() as tape: pass", "tensorflow"),
+        (f"import os, keras\nos.environ['KERAS_BACKEND'] = 'torch'\n{TRAINS}", "torch"),
+        ("import tensorflow as tf\nimport torch", "tensorflow"),
+    ],
+)
+def test_a_script_that_trains_with_pytorch_may_import_keras(backend, text, expected):
+    assert backend(text) == expected
+
+
 def test_a_script_may_choose_its_backend(backend, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
 

@@ -344,6 +344,8 @@ def test_a_run_without_a_step_says_what_it_is_doing(monkeypatch, capfd):
     launch._run([sys.executable, "-c", "import time; time.sleep(2)", "x"], False, False, is_ours=False)
 
     assert "memfit: still importing PyTorch after 0 s\n" in capfd.readouterr().err
+    launch._run([sys.executable, "-c", "import time; time.sleep(2)", "x"], False, False, is_ours=False, until_fit=True)
+    assert "memfit: the script runs, no training step yet, after 0 s\n" in capfd.readouterr().err
     share = Share(1)
     assert launch.progress(0, [share]) == "the script runs, no optimizer step yet, nothing on the device yet,"
     assert "peak so far 1.00 MiB" in launch.progress(2**20, [share])

@@ -4,6 +4,7 @@ import signal
 import pytest
 
 from memfit.core.dryrun import Outcome, Request
+from memfit.core.estimate import NOT_COMPILED
 from memfit.core.settings import Settings
 from memfit.core.units import MIB
 from memfit.processes import sequence
@@ -58,6 +59,17 @@ def test_a_script_that_dies_runs_again_without_a_limit(child, capfd):
     assert told == ["running the script once more on a device without a limit, to see what it would need"]
     # What the script says is said once.
     assert capfd.readouterr().err.count("script says hello") == 1
+
+
+def test_a_script_that_fails_with_its_compiled_code_runs_once_more_as_eager(child):
+    result, _, told = run("fails compiled")
+
+    assert result.outcome is Outcome.COMPLETED
+    assert [asked["compiles"] for asked in child()] == [True, False]
+    assert [note.text for note in result.estimate.notes if note.code == NOT_COMPILED] == [
+        "the script failed with what torch.compile made of it, which counts as eager: TypeError: no (train.py:3)"
+    ]
+    assert len(told) == 1
 
 
 def test_a_second_run_that_tells_nothing_leaves_the_first(child):

@@ -110,11 +110,12 @@ def choose(file: Any, columns: Names, labels: str | None, name: str) -> tuple[li
         if not features:
             raise BadInput(f"no dataset of {name!r} is left for the features: columns= names only labels, or nothing.")
         return features, targets
-    present = _datasets_in(file)
+    own, linked = _datasets_in(file)
+    present = own | linked
     if not present:
         raise BadInput(f"{name!r} has no datasets.")
     # Datasets that memfit wrote say whether they are labels.
-    marks = {path: file[path].attrs.get(IS_LABEL) for path in present}
+    marks = {path: file[path].attrs.get(IS_LABEL) for path in own}
     marked = {path: bool(mark) for path, mark in marks.items() if isinstance(mark, bool | np.bool_)}
     if targets:
         rest = [path for path in present if path not in targets]
@@ -145,18 +146,24 @@ def choose(file: Any, columns: Names, labels: str | None, name: str) -> tuple[li
     )
 
 
-def _datasets_in(file: Any) -> dict[str, str]:
-    """Paths of the datasets in a file, and what to say of each."""
+def _datasets_in(file: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Paths of the datasets in a file, and of links into others, which aren't opened; with what to say of each."""
     import h5py
 
     datasets: dict[str, str] = {}
+    linked: dict[str, str] = {}
 
     def visit(path: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset):
             datasets[path] = f"{item.shape} {item.dtype}"
 
+    def visit_link(path: str, link: Any) -> None:
+        if isinstance(link, h5py.ExternalLink):
+            linked[path] = f"a link into {link.filename!r}"
+
     file.visititems(visit)
-    return datasets
+    file.visititems_links(visit_link)
+    return datasets, linked
 
 
 def _listing(datasets: dict[str, str]) -> str:
@@ -177,10 +184,11 @@ def find(file: Any, path: str, name: str) -> Any:
     item = file.get(path) if path else None
     if isinstance(item, h5py.Dataset):
         return item
+    own, linked = _datasets_in(item if isinstance(item, h5py.Group) else file)
     if isinstance(item, h5py.Group):
-        inside = {f"{path}/{key}": what for key, what in _datasets_in(item).items()}
+        inside = {f"{path}/{key}": what for key, what in (own | linked).items()}
         raise BadInput(f"{path!r} of {name!r} is a group, not a dataset. It has:\n{_listing(inside)}")
-    raise BadInput(describe_unknown([path], list(_datasets_in(file)), "dataset", repr(name)))
+    raise BadInput(describe_unknown([path], [*own, *linked], "dataset", repr(name)))
 
 
 def describe(dataset: Any, path: str, is_label: bool, name: str) -> Dataset:

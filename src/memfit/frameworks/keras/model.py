@@ -18,6 +18,8 @@ from memfit.frameworks.keras.batch import Batch, flatten, item_bytes, mapped
 
 OPTIMIZER = "(optimizer)"
 METRICS = "(metrics)"
+_HOW_TO_BUILD = "call each of them on a batch first, or give it an Input."
+_FOR_A_GUARD = "A guard has to know all variables before the first step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +161,37 @@ def _is_built_by_its_step(model: Any) -> bool:
     """
     if keras.backend.backend() == "tensorflow":
         return True
-    if type(model).call is not keras.Model.call:
+    if has_call(model):
         return False
-    missing = [layer.name for layer in internals.layers_of(model) if layer is not model and not layer.built]
+    missing = _unbuilt(model)
     if missing:
-        raise StepFailed(
-            f"the model {model.name!r} has no call(), and these of its layers aren't built: {', '.join(missing[:5])}. "
-            "Keras can't fit it either: call each of them on a batch first, or give it an Input."
-        )
+        raise StepFailed(f"{missing}. Keras can't fit it either: {_HOW_TO_BUILD}")
     return True
+
+
+def has_call(model: Any) -> bool:
+    """Whether a model can be called; one that can't is trained by a step of its own, which calls its layers."""
+    return type(model).call is not keras.Model.call
+
+
+def _unbuilt(model: Any) -> str:
+    missing = [layer.name for layer in internals.layers_of(model) if layer is not model and not layer.built]
+    if not missing:
+        return ""
+    return f"the model {model.name!r} has no call(), and these of its layers aren't built: {', '.join(missing[:5])}"
+
+
+def check_known(model: Any) -> None:
+    """Refuses a model whose variables come to be in its first step: a guard could not put them back."""
+    missing = "" if has_call(model) else _unbuilt(model)
+    if missing:
+        raise BadModel(f"{missing}. {_FOR_A_GUARD}: {_HOW_TO_BUILD}")
+    unknown = [one.name for one in optimizers_of(model) if one is not model.optimizer and not one.built]
+    if unknown:
+        raise BadModel(
+            f"the model {model.name!r} has optimizers of its own that aren't built yet: {', '.join(unknown)}. "
+            f"{_FOR_A_GUARD}: call optimizer.build(variables) of each with the variables that it trains."
+        )
 
 
 def layer_paths(model: Any) -> dict[int, str]:

@@ -7,7 +7,7 @@ it, and with one clear message. To add a name, add a line to `_PATHS`; for a pri
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,12 +59,14 @@ _PATHS = {
     "DispatchKey": "torch._C.DispatchKey",
     "DispatchKeySet": "torch._C.DispatchKeySet",
     "enable_torch_function": "torch._C._EnableTorchFunction",
+    "EnableReduction": "torch._inductor.codegen.simd_kernel_features.EnableReduction",
     "engine_run_backward": "torch.autograd.graph._engine_run_backward",
     "exclude_dispatch_keys": "torch._C._ExcludeDispatchKeyGuard",
     "extension": "torch._C",
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "file_writer": "torch._C.PyTorchFileWriter",
+    "flex_attention": "torch.nn.attention.flex_attention.flex_attention",
     "foreach_add": "torch._foreach_add",
     "foreach_add_in_place": "torch._foreach_add_",
     "foreach_devices": "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
@@ -83,6 +85,7 @@ _PATHS = {
     "is_functional_tensor": "torch._is_functional_tensor",
     "is_functorch_tensor": "torch._C._functorch.is_functorch_wrapped_tensor",
     "joint_graph_module": "torch._inductor.fx_passes.joint_graph",
+    "KernelScheduling": "torch._inductor.codegen.simd.SIMDScheduling",
     "keyset_after": "torch._C._dispatch_keyset_full_after",
     "lazy_cuda_call": "torch.cuda._lazy_call",
     "lazy_cuda_init": "torch.cuda._lazy_init",
@@ -91,12 +94,15 @@ _PATHS = {
     "make_subclass": "torch.Tensor._make_subclass",
     "make_wrapper_subclass": "torch.Tensor._make_wrapper_subclass",
     "map_arguments": "torch.fx.node.map_aggregate",
+    "MemoryDependency": "torch._inductor.dependencies.MemoryDep",
     "new_dtypes": "torch.storage._new_dtypes",
     "num_dispatch_modes": "torch._C._len_torch_dispatch_stack",
     "num_function_modes": "torch._C._len_torch_function_stack",
     "operators_module": "torch._ops",
+    "OptimizedModule": "torch._dynamo.eval_frame.OptimizedModule",
     "parallel_functions": "torch.nn.parallel._functions",
     "parse_to": "torch._C._nn._parse_to",
+    "pattern_matcher_module": "torch._inductor.pattern_matcher",
     "pop_dispatch_mode": "torch.utils._python_dispatch._pop_mode",
     "pop_function_mode": "torch._C._pop_torch_function_stack",
     "pop_saved_tensors_hooks": "torch._C._autograd._pop_saved_tensors_default_hooks",
@@ -112,6 +118,7 @@ _PATHS = {
     "reset_compiler": "torch._dynamo.reset",
     "restore_location": "torch._utils._get_restore_location",
     "save_state_dict": "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
+    "SchedulerNode": "torch._inductor.scheduler.SchedulerNode",
     "sdp_priority_order": "torch._C._get_sdp_priority_order",
     "sequence_number": "torch.autograd._get_sequence_nr",
     "serialization_state": "torch.serialization._serialization_tls",
@@ -125,6 +132,7 @@ _PATHS = {
     "tree_leaves": "torch.utils._pytree.tree_leaves",
     "tree_map": "torch.utils._pytree.tree_map",
     "TritonKernel": "torch._inductor.codegen.triton.TritonKernel",
+    "WeakDependency": "torch._inductor.dependencies.WeakDep",
     "worker_loop": "torch.utils.data._utils.worker._worker_loop",
 }
 
@@ -362,6 +370,30 @@ def checks_program(function: Any) -> bool:
 def compiler() -> Any:
     """The compiler's module; None where it isn't loaded."""
     return sys.modules.get("torch._dynamo")
+
+
+def graph_being_compiled() -> Any:
+    """The graph that Inductor lowers in this thread."""
+    return NAMES.find("torch._inductor.virtualized.V").graph
+
+
+@contextmanager
+def never_compiled(function: Callable[..., Any]) -> Iterator[None]:
+    """In this context code that calls the function is compiled in two parts, before the call and after it."""
+    calls = NAMES.find("torch._dynamo.trace_rules._disallowed_callable_ids")
+    known = id(function) in calls
+    calls.add(id(function))
+    try:
+        yield
+    finally:
+        if not known:
+            calls.remove(id(function))
+
+
+def load_compiler_tables() -> None:
+    """Lets the compiler note the functions of PyTorch that it knows, before any is replaced: it does so only once."""
+    known = NAMES.find("torch._dynamo.variables.torch.TorchInGraphFunctionVariable")
+    getattr(known, "_get_handlers", lambda: None)()
 
 
 @contextmanager

@@ -252,6 +252,23 @@ def test_other_files_are_not_read_unasked(place, monkeypatch, way):
     np.testing.assert_array_equal(batch, np.arange(10))
 
 
+def test_a_linked_dataset_is_not_left_out_without_a_word(place):
+    # GIVEN features in another file and labels in this one, and nobody who names them
+    with h5py.File(place / "main.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("part.h5", "/x")
+        file["y"] = np.arange(10)
+    with h5py.File(place / "links.h5", "w") as file:
+        file["only"] = h5py.ExternalLink("part.h5", "/x")
+        file["group"] = h5py.ExternalLink("gone.h5", "/")
+
+    with pytest.raises(BadFile, match=r"dataset 'x' of .*is a link into another file, 'part.h5', which isn't read"):
+        Hdf5Source(place / "main.h5")
+    source = Hdf5Source(place / "main.h5", follow_links=True)
+    assert [(field.name, field.is_label) for field in source.fields] == [("x", False), ("y", True)]
+    with pytest.raises(memfit.BadInput, match=r"ambiguous(.|\n)*group  a link into 'gone.h5'(.|\n)*only  a link into"):
+        Hdf5Source(place / "links.h5", follow_links=True)
+
+
 def test_a_part_that_refers_to_others_is_refused_too(place):
     with h5py.File(place / "middle.h5", "w") as file:
         file["x"] = h5py.ExternalLink("../away/secret.h5", "/x")

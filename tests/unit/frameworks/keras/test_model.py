@@ -9,6 +9,7 @@ from memfit.frameworks.keras.model import (
     LayerNames,
     build,
     check_inputs,
+    check_known,
     check_model,
     layer_paths,
     state_bytes,
@@ -174,6 +175,26 @@ def test_a_model_is_built_for_the_batch_but_for_its_optimizer():
 
     assert made.built
     assert not made.optimizer.built
+
+
+class WithoutCall(keras.Model):
+    def __init__(self, inner):
+        super().__init__(name="own")
+        self.inner = inner
+
+
+def test_a_guard_is_refused_for_variables_that_come_with_the_first_step():
+    with pytest.raises(BadModel, match=r"'own' has no call\(\).* layers aren't built: later\. A guard has to know"):
+        check_known(WithoutCall(layers.Dense(2, name="later")))
+    made = WithoutCall(keras.Sequential([keras.Input((3,)), layers.Dense(2)]))
+    made.compile("adam")
+    check_known(made)
+
+    made.second_optimizer = keras.optimizers.Adam(name="second")
+    with pytest.raises(BadModel, match=r"optimizers of its own that aren't built yet: second\..*optimizer\.build\("):
+        check_known(made)
+    made.second_optimizer.build(made.trainable_variables)
+    check_known(made)
 
 
 def test_what_keras_cannot_build_is_told_with_the_shapes():

@@ -42,7 +42,7 @@ from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.callbacks import CallbackStates
 from memfit.frameworks.keras.guard.data import Data, restore_random
 from memfit.frameworks.keras.guard.steps import make_steps
-from memfit.frameworks.keras.model import check_model
+from memfit.frameworks.keras.model import check_known, check_model, has_call, number_of
 from memfit.frameworks.keras.trace.planning import loop_factor
 
 _log = logging.getLogger("memfit")
@@ -318,7 +318,7 @@ class KerasLoop(GuardedLoop):
         return (
             keras.backend.backend(),
             type(self.model).__name__,
-            self.model.count_params(),
+            sum(map(number_of, self.model.weights)),
             device_name(),
             self.model.dtype_policy.name,
             bool(self.model.jit_compile),
@@ -367,7 +367,7 @@ class KerasLoop(GuardedLoop):
             raise BadCheckpoint(f"{directory} holds no checkpoint of a fit: {error!r}") from error
         if not variables.is_built(self.model) and self._iterator is not None and not self.data.is_generator:
             # A batch can be looked at without being lost.
-            internals.symbolic_build(self.model, iterator=self._iterator)
+            self._make_variables(iterator=self._iterator)
             self._iterator.reset()
         self._resumed, self._epoch = resumed, int(resumed.progress["epoch"])
         if self._num_epochs is not None:
@@ -434,8 +434,15 @@ class KerasLoop(GuardedLoop):
     def _build(self, batch: Any) -> None:
         if not self._is_built:
             if not variables.is_built(self.model):
-                internals.symbolic_build(self.model, data_batch=batch)
+                self._make_variables(data_batch=batch)
             self._is_built = True
+
+    def _make_variables(self, **source: Any) -> None:
+        """Makes what the first step would make, of a batch or of the iterator that has one."""
+        if has_call(self.model):
+            internals.symbolic_build(self.model, **source)
+        elif self.model.optimizer is not None:
+            self.model.optimizer.build(self.model.trainable_variables)
 
     def _load_variables(self, resumed: "Resumed", *, in_epoch: bool) -> None:
         """Gives the variables the stored values; metrics only where an epoch is in progress."""
@@ -530,6 +537,7 @@ def check_fit(model: Any) -> None:
             "memfit.Guard."
         )
     check_model(model, training=True)
+    check_known(model)
 
 
 def device_name() -> str:

@@ -12,17 +12,18 @@ from memfit.core import tensor_file
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import Entry, TensorFile, array_pieces, numpy_dtype
 from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.model import has_call, optimizers_of
 
 TRAINABLE, OTHERS, OPTIMIZER, METRICS = "trainable", "non-trainable", "optimizer", "metrics"
 GROUPS = (TRAINABLE, OTHERS, OPTIMIZER, METRICS)
 
 
 def grouped(model: Any) -> dict[str, list[Any]]:
-    """The variables of a model, its optimizer and its metrics, by group, in Keras's order."""
+    """The variables of a model, its optimizers and its metrics, by group, in Keras's order."""
     return {
         TRAINABLE: list(model.trainable_variables),
         OTHERS: list(model.non_trainable_variables),
-        OPTIMIZER: list(model.optimizer.variables),
+        OPTIMIZER: [variable for optimizer in optimizers_of(model) for variable in optimizer.variables],
         METRICS: list(model.metrics_variables),
     }
 
@@ -35,8 +36,10 @@ def small(model: Any) -> list[Any]:
 
 def is_built(model: Any) -> bool:
     """Whether all variables are there."""
-    parts = (*internals.layers_of(model), model.optimizer)
-    return internals.is_loss_built(model) and all(part is None or getattr(part, "built", True) for part in parts)
+    # A model without `call` is never built itself, only its layers are.
+    layers = [layer for layer in internals.layers_of(model) if layer is not model or has_call(model)]
+    parts = (*layers, *optimizers_of(model))
+    return internals.is_loss_built(model) and all(getattr(part, "built", True) for part in parts)
 
 
 def size_bytes(variables: Sequence[Any]) -> int:

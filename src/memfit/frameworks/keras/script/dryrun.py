@@ -50,21 +50,35 @@ class OpenLoop:
         return found
 
 
+class TorchLoops:
+    """On PyTorch, loops are followed on a simulated GPU only: the script ends where it would make its first update."""
+
+    def __init__(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._hook = register_optimizer_step_pre_hook(self._end)
+        self._optimizer = internals.base_optimizer.BaseOptimizer
+        self._plain = self._optimizer.apply
+        self._optimizer.apply = self._end
+
+    @staticmethod
+    def _end(*given: Any, **named: Any) -> None:
+        raise FirstTurn("the first update of a training loop")
+
+    def close(self) -> None:
+        """Steps can be taken again: that of a `fit` is about to be traced."""
+        self._hook.remove()
+        self._optimizer.apply = self._plain
+
+
 def follow_loops(found: Callable[[Any], None]) -> Any:
     """Watches loops of the script's own from now on; `found` is told of the first, which can be traced.
 
-    The loop is to be closed when the script has ended; None on PyTorch, where loops are followed on a simulated GPU
-    only: there the script ends before it would train.
+    The loop is to be closed when the script has ended; None on a backend without loops of the script's own.
     """
     backend = keras.backend.backend()
     if backend == "torch":
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        def end(*given: Any, **named: Any) -> None:
-            raise FirstTurn("the first update of a training loop")
-
-        register_optimizer_step_pre_hook(end)
-        internals.base_optimizer.BaseOptimizer.apply = end
+        return TorchLoops()
     if backend not in ("tensorflow", "jax"):
         return None
 

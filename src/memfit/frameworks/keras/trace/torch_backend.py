@@ -88,8 +88,15 @@ class _Tracer:
             trained = list(model.trainable_variables) if self.training else []
         notes = tuple(self.simulation.notes.found.values())
         notes = (*notes, _NOT_COMPILED) if self.training and model.jit_compile is True else notes
-        grouped_bytes = self.simulation.grouped_bytes
-        trace = Trace(recorder.timeline(), notes, 0, 0, batch.size_bytes, grouped_bytes=grouped_bytes)
+        trace = Trace(
+            recorder.timeline(),
+            notes,
+            0,
+            0,
+            batch.size_bytes,
+            grouped_bytes=self.simulation.grouped_bytes,
+            has_regimes=self.on_cuda,
+        )
         return trace_of(trace, self.variables, trained)
 
     def _swap(self, stack: ExitStack) -> None:

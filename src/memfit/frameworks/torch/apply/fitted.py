@@ -114,7 +114,7 @@ class Fitted:
         """The greatest number of bytes that waited in host memory at once."""
         return sum(part.host_bytes for part in self._host)
 
-    def step(self, loss: Callable[[Any, Any], Any] | None, batch: Any) -> torch.Tensor:
+    def step(self, loss: Callable[[Any, Any], Any] | None = None, batch: Any = None) -> torch.Tensor:
         """Runs one update with the whole batch; returns its loss, detached."""
         if isinstance(self.optimizer, torch.optim.LBFGS):
             self._observe(Phase.OPTIMIZER)

@@ -88,7 +88,19 @@ def _compared(criterion: Any, model: Any, batch: Any) -> Any:
         )
     output = _called(model, inputs)
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    return criterion(output if logits is None else logits, target)
+    return _beside(criterion, target)(output if logits is None else logits, target)
+
+
+def _beside(criterion: Any, target: Any) -> Any:
+    """A criterion whose buffers, such as weights of classes, are where the targets are."""
+    if not isinstance(criterion, torch.nn.Module) or not isinstance(target, torch.Tensor):
+        return criterion
+    moved = {name: one.to(target.device) for name, one in criterion.named_buffers() if one.device != target.device}
+    return functools.partial(_called_with, criterion, moved) if moved else criterion
+
+
+def _called_with(criterion: torch.nn.Module, buffers: dict[str, torch.Tensor], *given: Any) -> Any:
+    return torch.func.functional_call(criterion, buffers, given)
 
 
 def _called(model: Any, inputs: Any) -> Any:

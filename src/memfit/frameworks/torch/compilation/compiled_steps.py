@@ -18,9 +18,12 @@ from typing import Any
 import torch
 
 from memfit.core.device import Device, Kind
+from memfit.core.estimate import NOT_COMPILED
+from memfit.core.units import format_size
 from memfit.core.user_code import PACKAGE_FOLDER
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.compilation.inductor_graphs import GraphMemory, compiler_replacements
+from memfit.frameworks.torch.compilation.unwritten_kernels import leaves_out
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.kernels.convolution_layout import channels_last_format
 from memfit.frameworks.torch.shapes.interception import uninterrupted
@@ -28,8 +31,6 @@ from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.patching import Replacement, around, in_extension, in_owner, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 
-COMPILED = "compiled"
-NOT_COMPILED = "not-compiled"
 AUTOTUNING = "autotuning"
 CUDA_GRAPHS = "cuda-graphs"
 
@@ -44,7 +45,7 @@ _LEFT_OUT: dict[str, Any] = {
     "compile_threads": 1,
 }
 _HOST = torch.device("cpu")
-# What a benchmark of a kernel overwrites between runs, to empty the cache (torch/_inductor/runtime/benchmarking.py).
+# What Triton's benchmark of a kernel overwrites between runs, to empty the cache.
 _FLUSHED_BYTES = 256 * 1024**2
 
 
@@ -66,6 +67,8 @@ class CompiledSteps:
         is_on: whether this thread is simulated.
         away: a context in which nothing is simulated in this thread.
         report: takes (code, text) of each assumption made.
+        met: takes the frame of each function that is about to be compiled; False leaves it uncompiled.
+        entered: called whenever a compiled graph runs.
     """
 
     def __init__(
@@ -76,19 +79,28 @@ class CompiledSteps:
         is_on: Callable[[], bool],
         away: Callable[[], AbstractContextManager[None]],
         report: Callable[[str, str], None],
+        *,
+        met: Callable[[Any], bool] = lambda frame: True,
+        entered: Callable[[], None] = lambda: None,
     ) -> None:
         self._device = device
         self._on_cuda = device.kind is Kind.CUDA
         self._is_on = is_on
         self._away = away
         self._report = report
-        self._memory = GraphMemory(recorder, origin, self._on_cuda)
+        self._met = met
+        self._memory = GraphMemory(recorder, origin, self._on_cuda, entered)
         self._compiler = ExitStack()
         self._is_open = False
         self._is_compiling = False
         self._codes: dict[Any, None] = {}
         self.num_graphs = 0
         """How many graphs have been compiled."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was to be compiled."""
+        return bool(self._codes)
 
     @contextmanager
     def running(self, *, shapes_vary: bool) -> Iterator[None]:
@@ -98,7 +110,12 @@ class CompiledSteps:
         try:
             with (
                 dynamo.config.patch(**settings),
-                replaced([around(internals.CompilerCallback, "__call__", self._convert, self._is_on)]),
+                replaced(
+                    [
+                        around(internals.CompilerCallback, "__call__", self._convert, self._is_on),
+                        around(internals.OptimizedModule, "_initialize", self._take_module, self._is_on),
+                    ]
+                ),
             ):
                 yield
         finally:
@@ -107,11 +124,19 @@ class CompiledSteps:
             for code in self._codes:
                 internals.reset_code(code)
 
+    def _take_module(self, plain: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """A module is to be compiled: it keeps the call of modules as it is now, which must be PyTorch's own."""
+        with self._away():
+            plain(*arguments, **options)
+
     def _convert(self, plain: Callable[..., Any], callback: Any, frame: Any, *arguments: Any) -> Any:
         """A frame of the user's code, compiled; uncompiled where that fails."""
         if frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
             return internals.uncompiled_frame()
         self._codes[frame.f_code] = None
+        # That operator has no rule for shapes: it is simulated as the fused kernel that it becomes.
+        if not self._met(frame) or frame.f_code is internals.flex_attention.__code__:
+            return internals.uncompiled_frame()
         with self._compiling():
             try:
                 self._open()
@@ -138,9 +163,11 @@ class CompiledSteps:
             compile_fx = internals.compile_fx_module
             # Where the backward graph can't be compiled, nothing is: it isn't found out in the middle of a step.
             self._compiler.enter_context(internals.backward_compiled_at_once())
+            self._compiler.enter_context(internals.never_compiled(internals.flex_attention))
             self._plain_joint_passes = compile_fx._recursive_joint_graph_passes
             replacements = [
                 *compiler_replacements(self._memory),
+                *leaves_out(lambda: self._is_compiling),
                 *self._fake_tensors(),
                 *(self._cuda_device() if self._on_cuda else []),
                 Replacement(compile_fx, "compile_fx", self._compile_graph(compile_fx)),
@@ -180,13 +207,23 @@ class CompiledSteps:
         if not self._on_cuda:
             return
         if config.max_autotune or config.max_autotune_gemm:
-            text = "max-autotune: kernels of matrix products are taken to be cuBLAS's; trying others takes 256 MiB"
-            self._report(AUTOTUNING, text)
-            self._memory.take_at_next_run(_FLUSHED_BYTES)
+            size = self._flushed_bytes(config)
+            text = "max-autotune: kernels of matrix products are taken to be cuBLAS's; trying others takes "
+            self._report(AUTOTUNING, text + format_size(size))
+            self._memory.take_at_next_run(size)
         self._memory.in_cuda_graphs = bool(config.triton.cudagraphs)
         if self._memory.in_cuda_graphs:
-            text = "CUDA graphs: buffers of compiled graphs are in a memory pool that nothing else can use"
+            text = (
+                "CUDA graphs: buffers of compiled graphs, and copies of their inputs, are in a memory pool of their own"
+            )
             self._report(CUDA_GRAPHS, text)
+
+    def _flushed_bytes(self, config: Any) -> int:
+        """What a benchmark of a kernel overwrites: the second-level cache (torch/_inductor/runtime/benchmarking.py)."""
+        own = getattr(config, "use_experimental_benchmarker", False)
+        own = own and not getattr(config, "use_torch_profiler_benchmarker", False)
+        properties: Any = DeviceProperties(self._device, 0)
+        return int(properties.L2_cache_size) if own else _FLUSHED_BYTES
 
     def _fake_tensors(self) -> list[Replacement]:
         """Shape-only tensors are tensors of the device, to the compiler."""

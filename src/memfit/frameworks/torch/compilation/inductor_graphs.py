@@ -25,6 +25,8 @@ from memfit.frameworks.torch.shapes.recorder import Recorder
 POOL_STREAM = 1_000
 """The stream that stands for the memory pool of CUDA graphs: what it frees serves nothing else."""
 _MOST_NAMES = 4
+_COPIED = "memfit_input"
+_COPY = ("inductor.input_copy", ("", ""))
 _IMPORTS = re.compile(
     r"(?m)^(import triton|from triton|from torch\._inductor\.(runtime|async_compile)|from torch\._C ).*$"
 )
@@ -40,12 +42,16 @@ class GraphMemory:
         recorder: receives them.
         origin: knows where the user's code is.
         on_cuda: whether the device is a GPU.
+        entered: called whenever a graph runs.
     """
 
-    def __init__(self, recorder: Recorder, origin: OriginTracker, on_cuda: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, origin: OriginTracker, on_cuda: bool, entered: Callable[[], None] = lambda: None
+    ) -> None:
         self.recorder = recorder
         self.origin = origin
         self.on_cuda = on_cuda
+        self.entered = entered
         self.in_cuda_graphs = False
         """Whether graphs that are compiled from now on are captured as CUDA graphs."""
         self._due: list[int] = []
@@ -60,14 +66,18 @@ class GraphMemory:
         namespace: dict[str, Any] = {"__name__": __name__, **_stand_ins()}
         # The file's name hides its lines, so that operators it calls belong to the line that runs the graph.
         exec(compile(_without_imports(code.value), f"{HIDDEN_FOLDERS[0]}compiled_graph", "exec"), namespace)
-        allocate = self._allocator(_labels(graph, self.origin), self.in_cuda_graphs)
+        allocate = self._allocator({_COPIED: _COPY, **_labels(graph, self.origin)}, self.in_cuda_graphs)
         namespace |= dict.fromkeys(("empty_strided_cpu", "empty_strided_cuda"), lambda *args: allocate("", *args))
         namespace["memfit_allocate"] = allocate
         namespace["assert_size_stride"] = namespace["assert_alignment"] = lambda *args: None
         plain = namespace["call"]
         due, self._due = self._due, []
+        in_pool = self.in_cuda_graphs
 
         def call(args: Any) -> Any:
+            self.entered()
+            if in_pool:
+                args[:] = [self._in_pool(value, allocate) for value in args]
             while due:
                 self.recorder.add_transient([due.pop()], "inductor.autotuning", Category.WORKSPACE)
             with uninterrupted():
@@ -76,6 +86,22 @@ class GraphMemory:
         return SimpleNamespace(
             call=call, runner=namespace.get("runner"), __file__="compiled_graph", __name__="compiled_graph"
         )
+
+    def _in_pool(self, value: Any, allocate: Callable[..., torch.Tensor]) -> Any:
+        """The input of a captured graph: copied, unless it never moves or is in the pool already.
+
+        See `_allocate_and_copy_recording_inputs` in torch/_inductor/cudagraph_trees.py.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value
+        # Tensors are to be seen as what they are.
+        with internals.disable_torch_function():
+            index = self.recorder.block_of(value)
+            if index is None or self.recorder.stream_of(index) == POOL_STREAM:
+                return value
+            if self.recorder.categories[index] in (Category.PARAMETER, Category.BUFFER):
+                return value
+            return allocate(_COPIED, value.size(), value.stride(), value.dtype)
 
     def _allocator(self, labels: dict[str, tuple[str, tuple[str, str]]], in_pool: bool) -> Callable[..., torch.Tensor]:
         recorder, origin = self.recorder, self.origin

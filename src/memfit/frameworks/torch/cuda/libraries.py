@@ -169,12 +169,17 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None =
 
 
 def cuda_replacements(
-    devices: CudaDevices, memory: LiveAllocator, report: Callable[[str, str], None], look: Any
+    devices: CudaDevices,
+    memory: LiveAllocator,
+    report: Callable[[str, str], None],
+    look: Any,
+    *,
+    compiles: bool = False,
 ) -> list[Replacement]:
     """What makes PyTorch take this machine for one with CUDA devices, all but the first of which are empty.
 
     `look`, which shows tensors as on the device, learns which devices there are, and the default that the program
-    chooses.
+    chooses. With `compiles`, `torch.compile` is left as it is.
     """
     look.check_index = devices.check
     shown = CudaMemory(devices, memory, report)
@@ -186,5 +191,5 @@ def cuda_replacements(
         *type_replacements(look),
         *library_replacements(devices, shown.info),
         *address_replacements(),
-        *compilation_replacements(report),
+        *compilation_replacements(report, compiles=compiles),
     ]

@@ -26,28 +26,31 @@ class Blocks(NamedTuple):
 
 
 def flash_backward(args: Arguments, out: Any) -> list[int]:
-    """A float32 accumulator of the query's gradient and a row sum, sequences padded to 128."""
-    query, key = args[1], args[2]
-    batch, heads, length, head = query.shape
-    padded = -(-length // 128) * 128
-    padded_head = -(-head // 32) * 32
-    sizes = [batch * heads * padded * padded_head * 4, batch * heads * padded * 4]
-    if key.shape[1] != heads:
-        # Grouped queries: gradients of keys and values are made for every head and then summed.
-        sizes += [batch * heads * key.shape[2] * head * key.element_size()] * 2
-    return sizes
+    """Scratch memory where heads come before rows, as scaled dot-product attention has them."""
+    return scratch_sizes(args[1].transpose(1, 2), args[2].transpose(1, 2), None)
 
 
-def flash_packed_backward(args: Arguments, out: Any) -> list[int]:
-    """As `flash_backward`, for packed sequences, each of which is padded by itself (flash_api.cpp, mha_varlen_bwd)."""
+def flash_direct_backward(args: Arguments, out: Any) -> list[int]:
+    """As `flash_backward`, where rows come before heads: whole sequences, or packed ones with their ends."""
     query, key, boundaries = args[1], args[2], args[6]
-    if query.dim() == 4 or boundaries is None:
-        return []
-    total, heads, head = query.shape
-    padded = total + 128 * (boundaries.numel() - 1)
-    sizes = [padded * heads * -(-head // 32) * 32 * 4, heads * padded * 4]
-    if key.shape[1] != heads:
-        sizes += [key.shape[0] * heads * head * key.element_size()] * 2
+    packed = query.dim() == 3 and boundaries is not None
+    return scratch_sizes(query, key, boundaries.numel() - 1 if packed else None)
+
+
+def scratch_sizes(query: torch.Tensor, key: torch.Tensor, num_sequences: int | None) -> list[int]:
+    """A float32 accumulator of the query's gradient and a row sum; sequences are padded to 128 (flash_api.cpp).
+
+    Packed sequences, [rows of all, heads, width], are padded each by itself (`mha_varlen_bwd`). Where queries are
+    grouped, gradients of keys and values are made for every head and then summed.
+    """
+    heads, width = query.shape[-2:]
+    if num_sequences is None:
+        rows = query.shape[0] * -(-query.shape[1] // 128) * 128
+    else:
+        rows = query.shape[0] + 128 * num_sequences
+    sizes = [rows * heads * -(-width // 32) * 32 * 4, rows * heads * 4]
+    if key.shape[-2] != heads:
+        sizes += [key.numel() // key.shape[-2] * heads * key.element_size()] * 2
     return sizes
 
 

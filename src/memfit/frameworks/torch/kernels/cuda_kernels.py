@@ -79,7 +79,7 @@ class CudaInternals:
             "aten::_scaled_dot_product_flash_attention_backward": attention_kernels.flash_backward,
             **dict.fromkeys(
                 ("aten::_flash_attention_backward", "torch_attn::_varlen_attn_backward"),
-                attention_kernels.flash_packed_backward,
+                attention_kernels.flash_direct_backward,
             ),
             "aten::_scaled_dot_product_efficient_attention": attention_kernels.efficient_forward,
             "aten::_scaled_dot_product_efficient_attention_backward": lambda args, out: (

@@ -244,8 +244,11 @@ class Checkpoints:
             return plain(state_dict, storage_writer, *args, **kwargs)
         from torch.distributed.checkpoint.metadata import Metadata
 
+        target = self.files.target(os.path.join(path, _METADATA))
+        # In a view of the script's own that is where the script wants it, in a folder that need not be there.
+        os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
         # Opened here: torch.save refuses a name that begins with its suffix.
-        with open(self.files.target(os.path.join(path, _METADATA)), "wb") as file:
+        with open(target, "wb") as file:
             self._plain_save(internals.tree_map(_without_zeros, state_dict), file)
         return Metadata(state_dict_metadata={})
 
@@ -254,14 +257,13 @@ class Checkpoints:
         if path is None or not _is_one_of_several():
             plain(state_dict, storage_reader, *args, **kwargs)
             return
-        saved = self.files.known(os.path.join(path, _METADATA))
-        if saved not in self.files.redirected:
+        place = self.files.existing(os.path.join(path, _METADATA))
+        # Written above, by this run: PyTorch's own is no archive.
+        if not _begins_archive(place):
             # The user's own: read by one rank for itself.
             plain(state_dict, storage_reader, *args, **{**kwargs, "no_dist": True})
             return
-        # Written above, by this run.
         restoring = self._shapes.restoring(None, keeps_shapes=True)
-        place = self.files.redirected[str(saved)]
         _fill(state_dict, self._plain_load(place, map_location=restoring, weights_only=False))
 
 
@@ -279,6 +281,14 @@ def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
 
 def _is_path(f: Any) -> bool:
     return isinstance(f, str | os.PathLike)
+
+
+def _begins_archive(path: Any) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return _is_archive(file.read(_HEADER))
+    except OSError:
+        return False
 
 
 def _without_zeros(value: Any) -> Any:

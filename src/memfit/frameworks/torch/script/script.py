@@ -84,6 +84,7 @@ class ScriptRun:
             configure=configure,
             fitting=self._fitting,
             watch=request.watch,
+            compiles=request.compiles,
         )
         simulation = self.session.simulation
         report = simulation.notes.report
@@ -287,6 +288,7 @@ class ScriptRun:
             allocator=session.memory.options,
             seen=self._seen(),
             module=program.module,
+            num_compiled=session.compiled.num_graphs,
         )
 
     def _seen(self) -> Seen | None:

@@ -37,6 +37,7 @@ from memfit.core.spread import spreads_of
 from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.script_settings import ScriptSettings, has_fused_kernel
+from memfit.frameworks.torch.compilation.compiled_steps import CompiledSteps
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.libraries import cuda_replacements
 from memfit.frameworks.torch.cuda.memory import out_of_memory_message
@@ -46,7 +47,7 @@ from memfit.frameworks.torch.script.launchers import ACCELERATE, Launchers
 from memfit.frameworks.torch.script.steps import StepCounter
 from memfit.frameworks.torch.shapes import interception, unsimulated
 from memfit.frameworks.torch.shapes.imports import on_import
-from memfit.frameworks.torch.shapes.origin import OriginTracker
+from memfit.frameworks.torch.shapes.origin import OriginTracker, uncompiled_path
 from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
 from memfit.frameworks.torch.shapes.shapes import tensors
@@ -59,6 +60,7 @@ from memfit.frameworks.torch.trace.work import WorkLog
 BY_HAND = "updates-by-hand"
 ALLOCATOR_SETTINGS = "allocator-settings"
 SHORTENED = "timeline-shortened"
+UPDATE_AS_EAGER = "update-as-eager"
 # More than anyone takes.
 NO_END = 2**62
 
@@ -81,6 +83,7 @@ class Session:
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
         fitting: ScriptSettings | None = None,
         watch: bool = False,  # note the work of operators
+        compiles: bool = True,  # compile what the program has compiled; it runs as it is otherwise
     ) -> None:
         self.device = device
         self.devices = CudaDevices(device, count)
@@ -109,9 +112,21 @@ class Session:
         self.simulation = simulation = Simulation(device, self.recorder, self.origin, scripted=True)
         simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
         simulation.look.is_large_weight = LargeWeights(simulation.notes.report)
+        self.compiled = CompiledSteps(
+            device,
+            self.recorder,
+            self.origin,
+            simulation.is_on,
+            simulation.away,
+            simulation.notes.report,
+            met=self._compiling,
+            entered=self._entered_graph,
+        )
+        self._compiles = compiles
         # Who compiles anything compiles attention.
-        simulation.look.higher_order.is_fused = lambda: any(
-            code == unsimulated.COMPILED_AS_EAGER for code, _, _ in simulation.notes.found
+        simulation.look.higher_order.is_fused = lambda: (
+            self.compiled.has_begun
+            or any(code == unsimulated.COMPILED_AS_EAGER for code, _, _ in simulation.notes.found)
         )
         simulation.around_backward = self._in_backward
         simulation.operators.on_write = self._written
@@ -132,7 +147,11 @@ class Session:
             ACCELERATE: self.launchers.of_accelerate,
         }
         imported = {name: lambda module, make=make: self.replace_late(make(module)) for name, make in late.items()}
-        with ONE_AT_A_TIME, internals.without_compiler(), ExitStack() as stack, on_import({}, imported):
+        with ONE_AT_A_TIME, ExitStack() as stack, on_import({}, imported):
+            if self._compiles:
+                internals.load_compiler_tables()
+            else:
+                stack.enter_context(internals.without_compiler())
             _active.append(self)
             stack.callback(_active.remove, self)
             for handle in counter.watch():
@@ -140,7 +159,7 @@ class Session:
             stack.callback(self.recorder.stop)
             stack.callback(self._late.close)
             every = [
-                *cuda_replacements(self.devices, self.memory, report, self.simulation.look),
+                *cuda_replacements(self.devices, self.memory, report, self.simulation.look, compiles=self._compiles),
                 *distributed_replacements(
                     self.devices.installed, report, lambda bucket: self._classify(bucket, Category.GRADIENT, "")
                 ),
@@ -148,7 +167,8 @@ class Session:
                 *self._replacements(),
                 *replacements,
             ]
-            with self.simulation.running(every):
+            compiling = self.compiled.running(shapes_vary=True) if self._compiles else nullcontext()
+            with self.simulation.running(every), compiling:
                 yield
 
     def replace_late(self, replacements: Iterable[Replacement]) -> None:
@@ -291,16 +311,17 @@ class Session:
     def _met(self, model: torch.nn.Module, name: str) -> None:
         """A model is called for the first time: its parameters get their names."""
         self._fitting.met(model, name)
-        self.seen = replace(self.seen, models=(*self.seen.models, type(model).__name__))
+        plain = getattr(model, "_orig_mod", model)
+        self.seen = replace(self.seen, models=(*self.seen.models, type(plain).__name__))
         prefix = f"{name}." if name else ""
         if any(map(torch.nn.parameter.is_lazy, model.parameters())):
             # Its shapes are found out in this call; it is met again in the next.
             self._lazy.append(weakref.ref(model))
         for path, parameter in model.named_parameters():
             if not torch.nn.parameter.is_lazy(parameter):
-                self._name(parameter, (prefix + path).rpartition(".")[0])
+                self._name(parameter, (prefix + uncompiled_path(path)).rpartition(".")[0])
         for path, buffer in model.named_buffers():
-            self._classify(buffer, Category.BUFFER, (prefix + path).rpartition(".")[0])
+            self._classify(buffer, Category.BUFFER, (prefix + uncompiled_path(path)).rpartition(".")[0])
 
     def _name(self, parameter: torch.Tensor, module: str) -> None:
         if id(parameter) not in self._parameters:
@@ -338,6 +359,27 @@ class Session:
             if self.recorder.phase is not Phase.FORWARD:
                 self._enter(Phase.FORWARD)
             self._fitting.entered()
+
+    def _compiling(self, frame: Any) -> bool:
+        """A function is about to be compiled: models that only its code calls get their names; False leaves it eager.
+
+        Compiled, an optimizer would not call the hooks that steps are counted by.
+        """
+        names = (name for name in frame.f_code.co_names if name in frame.f_globals)
+        used = [*frame.f_locals.values(), *(frame.f_globals[name] for name in names)]
+        if any(isinstance(value, torch.optim.Optimizer) for value in used):
+            text = "an optimizer's update that torch.compile was asked to compile is counted as eager"
+            self.simulation.notes.report(UPDATE_AS_EAGER, text)
+            return False
+        for value in used:
+            if isinstance(value, torch.nn.Module):
+                self.origin.meet(value)
+        return True
+
+    def _entered_graph(self) -> None:
+        """A compiled graph runs: a forward pass, where it is neither a part of a backward pass nor of an update."""
+        if internals.current_autograd_node() is None and self.recorder.phase is Phase.SETUP and torch.is_grad_enabled():
+            self._enter(Phase.FORWARD)
 
     def _enter(self, phase: Phase) -> None:
         self._first_block = self.recorder.num_blocks

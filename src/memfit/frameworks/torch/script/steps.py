@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _PATIENCE = 5
 # Before it makes its optimizer, a program may take passes for another end: an attack, scores for pruning.
@@ -26,6 +27,11 @@ class EndOfRun(SystemExit):
     # A pool of processes pickles what ends a task: made again from its arguments.
     def __init__(self, code: int = 0) -> None:
         super().__init__(code)
+
+
+def call_before_updates(action: Callable[[], None]) -> None:
+    """Calls `action` in front of every optimizer's step, on whatever device, from now on."""
+    register_optimizer_step_pre_hook(lambda *given, **named: action())
 
 
 @dataclass(eq=False)

@@ -24,10 +24,6 @@ _STEP_HINTS = {
         "model or the batch, and write x.device instead of the name of a device."
     ),
 }
-_TRITON = (
-    "Kernels of Triton need a GPU. Let the script take its plain PyTorch path, or register the kernel as an operator "
-    "(torch.library.triton_op or custom_op) with register_fake: its outputs are then followed."
-)
 # What to do about failures that the simulation, not the user's code, is the reason of.
 _HINTS = {
     "no fake impl": (
@@ -36,12 +32,16 @@ _HINTS = {
     "'LOCAL_RANK'": "A script that torchrun starts needs --count, as in --count 2.",
     "HigherOrderOperator": "This higher-order operator can't be run on shapes yet; torch.cond, scan and others can.",
     "flash_attn": (
-        "flash_attn can't be installed without a GPU. scaled_dot_product_attention (attn_implementation='sdpa') has "
-        "the same kernel and takes the same memory; for packed sequences, torch.nn.attention.varlen has it."
+        "flash_attn can't be installed without a GPU, and a dry run of a script has a stand-in for its functions of "
+        "attention alone. scaled_dot_product_attention (attn_implementation='sdpa') has the same kernel and takes the "
+        "same memory; for packed sequences, torch.nn.attention.varlen has it."
     ),
-    "liger_kernel": _TRITON,
-    "triton": _TRITON,
-    "active drivers": _TRITON,
+    "'liger_kernel'": "Install it here: its kernels are simulated without a GPU (pip install liger-kernel).",
+    "'triton'": (
+        "Kernels of Triton are simulated without a GPU, but the package must be here where memfit loads the model: "
+        "pip install triton (Linux). A dry run of a script does without."
+    ),
+    "active drivers": "Triton looked for a GPU outside of the simulated step: launch its kernels in the step alone.",
 }
 # PyTorch's name of the device that shape-only tensors are on; no script meets it on a GPU.
 _SHAPE_ONLY = re.compile(

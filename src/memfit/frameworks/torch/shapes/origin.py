@@ -80,6 +80,19 @@ class OriginTracker:
             # A number may come back for another module once this one is gone.
             self._paths[key] = (path, weakref.ref(module, lambda _: self._paths.pop(key, None)))
 
+    def meet(self, model: torch.nn.Module) -> None:
+        """Names the parts of a model that isn't called where this can see it, unless it has been met."""
+        if self._meets_models and id(model) not in self._paths:
+            self._meet(model)
+
+    def _meet(self, model: torch.nn.Module) -> None:
+        # Its parts are named by their path, from the second model on behind the name of the model.
+        has_parameters = next(model.parameters(), None) is not None
+        prefix = "" if has_parameters and not self._num_models else type(model).__name__
+        self._num_models += has_parameters
+        self._name_parts(model, prefix)
+        self._met(model, prefix)
+
     def path(self, module: torch.nn.Module) -> str:
         """The path of a module that has been met."""
         return self._paths[id(module)][0] if id(module) in self._paths else ""
@@ -90,12 +103,7 @@ class OriginTracker:
         if id(module) not in self._paths:
             if not outermost or not self._meets_models:
                 return self._stack[-1]
-            # Its parts are named by their path, from the second model on behind the name of the model.
-            has_parameters = next(module.parameters(), None) is not None
-            prefix = "" if has_parameters and not self._num_models else type(module).__name__
-            self._num_models += has_parameters
-            self._name_parts(module, prefix)
-            self._met(module, prefix)
+            self._meet(module)
         if outermost:
             self._entered(module)
         return self._paths[id(module)][0]

@@ -7,7 +7,8 @@ and a weak reference on each tensor's storage says when the last tensor, saved v
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -94,11 +95,18 @@ class Recorder:
         self, tensor: Any, op: str, category: Category | None, origin: tuple[str, str], *, stream: int = 0
     ) -> None:
         """Like `add`, for a tensor whose module is known beforehand."""
-        index = self.add(tensor, op, category)
+        with self._on_stream(stream) if stream else nullcontext():
+            index = self.add(tensor, op, category)
         if index is not None:
             self._origins[index] = origin
-            if stream:
-                self._streams[index] = stream
+
+    @contextmanager
+    def _on_stream(self, stream: int) -> Iterator[None]:
+        before, self.current_stream = self.current_stream, lambda: stream
+        try:
+            yield
+        finally:
+            self.current_stream = before
 
     def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
         """Blocks that live only inside one operator; ~i among the sizes ends the i-th block before the others."""
@@ -174,6 +182,10 @@ class Recorder:
     def block_of(self, tensor: Any) -> int | None:
         """The number of the live block that holds `tensor`; None where it is in no block."""
         return self._index_of.get(internals.storage_address(tensor.untyped_storage()))
+
+    def stream_of(self, index: int) -> int:
+        """The number of the stream on which a block started; 0 is the default one."""
+        return self._streams.get(index, 0)
 
     def op_of(self, index: int) -> str:
         """The operator that made a block."""

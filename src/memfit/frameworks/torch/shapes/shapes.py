@@ -68,13 +68,17 @@ def shape_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
+_PLAIN = {int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
 def tensors(values: Any) -> Iterator[torch.Tensor]:
     """The tensors among the arguments or outputs of an operator."""
     for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
+        if isinstance(value, list | tuple):
             yield from tensors(value)
+        # Asking whether anything else is a tensor takes PyTorch a call of Python.
+        elif value is not None and value.__class__ not in _PLAIN and isinstance(value, torch.Tensor):
+            yield value
 
 
 def is_mask(index: Any) -> bool:
@@ -158,17 +162,20 @@ def signature(values: Any) -> tuple[Any, ...]:
     """A hashable description of arguments in which tensors count by shape, strides, dtype and kind of device."""
     parts: list[Any] = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        kind = value.__class__
+        if value is None or kind is torch.dtype:
+            parts.append(value)
+        elif kind is list or kind is tuple:
+            parts.append(signature(value))
+        elif kind not in _PLAIN and isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 raise TypeError("a sparse tensor can't be part of a cache key")
             parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
         elif isinstance(value, list | tuple):
             parts.append(signature(value))
-        elif value is None or isinstance(value, torch.dtype):
-            parts.append(value)
         else:
             # 1, 1.0 and True are equal as keys but not as arguments.
-            parts.append((value.__class__, value))
+            parts.append((kind, value))
     return tuple(parts)
 
 

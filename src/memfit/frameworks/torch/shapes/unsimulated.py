@@ -9,6 +9,7 @@ import torch
 
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.scripted import script_replacements
 
 EXTENSIONS = "torch.utils.cpp_extension"
 # Loads the compiler here, not when a script first needs it: it keeps the functions that it finds at its first import.
@@ -42,11 +43,10 @@ def _refusal(name: str) -> ImportError:
 
 
 COMPILED_AS_EAGER = "compiled-as-eager"
-SCRIPT_NOT_SAVED = "script-not-saved"
 
 
-def compilation_replacements(report: Callable[[str, str], None]) -> list[Replacement]:
-    """`torch.compile`, as function and as decorator, and `Module.compile`."""
+def compilation_replacements(report: Callable[[str, str], None], *, compiles: bool = False) -> list[Replacement]:
+    """Saved scripts, and where not `compiles`, `torch.compile`, as function and decorator, and `Module.compile`."""
 
     @cache
     def say_once() -> None:
@@ -66,15 +66,12 @@ def compilation_replacements(report: Callable[[str, str], None]) -> list[Replace
     def compile_module(self: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         say_once()
 
-    def save_script(module: Any, file: Any, *arguments: Any, **options: Any) -> None:
-        report(SCRIPT_NOT_SAVED, f"torch.jit.save wrote nothing to {file!r}: there is no compiled code to save")
-
+    eager = [Replacement(torch, "compile", compile), Replacement(torch.nn.Module, "compile", compile_module)]
     return [
-        Replacement(torch, "compile", compile),
-        Replacement(torch.nn.Module, "compile", compile_module),
+        *([] if compiles else eager),
         # It would look for the state of CUDA graphs.
         Replacement(*_RESET_COMPILER, lambda: None),
-        Replacement(torch.jit, "save", save_script),
+        *script_replacements(report),
     ]
 
 

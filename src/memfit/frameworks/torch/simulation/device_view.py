@@ -104,7 +104,13 @@ class Look(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options | None = None) -> Any:
-        return self._handlers.get(func, self._plain)(func, args, kwargs or {})
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        if not kwargs and not self._scalars_stay and func not in self._all_constructors:
+            # Most calls read an attribute.
+            return func(*args)
+        return self._plain(func, args, kwargs or {})
 
     def _plain(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         """Calls `func` with devices named as they really are."""

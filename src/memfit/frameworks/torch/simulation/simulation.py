@@ -20,6 +20,7 @@ from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.kernels import attention, fallbacks
 from memfit.frameworks.torch.kernels.autocast import Autocast
 from memfit.frameworks.torch.kernels.cuda_kernels import CudaInternals
@@ -34,9 +35,12 @@ from memfit.frameworks.torch.shapes.patching import Replacement, around, replace
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import META
 from memfit.frameworks.torch.shapes.values import KnownValues
+from memfit.frameworks.torch.simulation import flash_attention
 from memfit.frameworks.torch.simulation.device_view import Look
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
 from memfit.frameworks.torch.simulation.releases import release_replacements
+from memfit.frameworks.torch.simulation.stand_ins import standing_in
+from memfit.frameworks.torch.simulation.triton_kernels import TritonKernels
 from memfit.frameworks.torch.stack import fuses_attention, stack_of
 
 _MAX_NOTES = 50
@@ -110,6 +114,9 @@ class Simulation:
         self.stack = stack_of(device)
         self.quantized = Quantized(device, self.places, self.notes.report, self.is_on)
         self.operators.compositions = {**fallbacks.COMPOSITIONS, **self.quantized.compositions(on_cuda=on_cuda)}
+        self._triton = TritonKernels(device, recorder, self.is_on, self._forget, stands_in=scripted)
+        self._device = device
+        self._scripted = scripted
         self._capability = capability = device.capability or (8, 0)
         self._on_cuda = on_cuda
         self._interceptors = (
@@ -128,6 +135,8 @@ class Simulation:
             replaced(release_replacements(self.stack, self.is_on)),
             self._numbers_read_anywhere(),
             self.quantized.running(),
+            self._triton.running(),
+            standing_in(flash_attention.package()) if self._scripted and self._on_cuda else nullcontext(),
             self._packed_attention(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),
@@ -172,6 +181,12 @@ class Simulation:
         with internals.disable_torch_function():
             return not tensor.is_meta or (self.values is not None and self.values.of(tensor) is not None)
 
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """A kernel that isn't run may have written other values."""
+        if self.values is not None:
+            with internals.disable_torch_function():
+                self.values.forget(tensor)
+
     @contextmanager
     def _numbers_read_anywhere(self) -> Iterator[None]:
         """Lets constructors such as `torch.FloatTensor([loss])` read numbers: they switch all modes off first."""
@@ -211,25 +226,24 @@ class Simulation:
         cuDNN is declared unfit for single tensors, so that recurrent layers leave their shape-only weights as they are.
         """
         plain_clear = torch.clear_autocast_cache
-        plain_capability = torch.cuda.get_device_capability
-        plain_synchronize = torch.cuda.synchronize
 
         def clear() -> None:
             self.autocast.clear_cache()
             plain_clear()
 
-        def capability(device: Any = None) -> tuple[int, int]:
-            return self._capability if self.is_on() else plain_capability(device)
-
-        def synchronize(device: Any = None) -> None:
-            if not self.is_on():
-                plain_synchronize(device)
-
+        cuda: dict[str, Callable[..., Any]] = {
+            "get_device_capability": lambda plain, device=None: self._capability,
+            "get_device_properties": lambda plain, device=None: DeviceProperties(self._device, 0),
+            "current_device": lambda plain: 0,
+            # Code around kernels of its own makes the device of their tensors the current one.
+            "_exchange_device": lambda plain, index: 0,
+            "_maybe_exchange_device": lambda plain, index: 0,
+            "synchronize": lambda plain, device=None: None,
+        }
         return [
             Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
             Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-            *([Replacement(torch.cuda, "get_device_capability", capability)] if self._on_cuda else []),
-            *([Replacement(torch.cuda, "synchronize", synchronize)] if self._on_cuda else []),
+            *(around(torch.cuda, name, other, self.is_on) for name, other in cuda.items() if self._on_cuda),
             Replacement(torch, "clear_autocast_cache", clear),
             Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
             around(torch, "compile", _compile, self.is_on),

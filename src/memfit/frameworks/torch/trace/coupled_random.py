@@ -19,6 +19,8 @@ _ELEMENTWISE = frozenset(
 )
 _BY_SIZE = frozenset({"rand", "randn", "randint", "normal"})
 _CROSS_ENTROPIES = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
+# Operators that pick by number along the dimension that comes second.
+_PICKING = frozenset({"gather", "scatter", "scatter_", "index_select"})
 # ATen/core/Reduction.h.
 _MEAN = 1
 
@@ -36,6 +38,8 @@ class CoupledRandom(internals.TorchDispatchMode):
         """Whether every operator so far refuses indices out of range, rather than reading whatever is there."""
         self.num_classes = 0
         """Of the cross-entropy that had the fewest, 0 before there was one."""
+        self.num_picked = 0
+        """Of what was picked from by number, the fewest; 0 before. A tensor's rows for each sample don't count."""
         self.weighs_classes = False
         """Whether a mean of cross-entropies over several samples gives classes different weights, other than none."""
 
@@ -56,6 +60,11 @@ class CoupledRandom(internals.TorchDispatchMode):
             return self._draw_by_size(func, args, kwargs)
         if name in _CROSS_ENTROPIES:
             self._note_classes(*args)
+        elif name in _PICKING:
+            self._note_picked(args[0], [args[1]])
+        elif name == "index":
+            numbers = [dim for dim, index in enumerate(args[1]) if index is not None and index.dtype is torch.int64]
+            self._note_picked(args[0], numbers)
         if name == "_ctc_loss" or func.namespace != "aten":
             self.checks_indices = False
         result = func(*args, **kwargs)
@@ -72,6 +81,12 @@ class CoupledRandom(internals.TorchDispatchMode):
         # A weight of 0 leaves elements out, as `ignore_index` does.
         if weight is not None and reduction == _MEAN and is_of_samples:
             self.weighs_classes |= len(weight[weight != 0].unique()) > 1
+
+    def _note_picked(self, values: torch.Tensor, dimensions: list[int]) -> None:
+        sizes = [values.shape[dim] for dim in dimensions if values.dim()]
+        # By `values[arange(number of samples), labels]` each sample picks in its own row.
+        sizes = [size for size in sizes if size != self._stop - self._start]
+        self.num_picked = min([self.num_picked, *sizes] if self.num_picked else sizes, default=self.num_picked)
 
     def _rows(self, num_rows: int) -> int:
         """Rows of each sample in a tensor of `num_rows`; 0 where rows aren't the samples'."""

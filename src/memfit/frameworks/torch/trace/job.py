@@ -1,6 +1,6 @@
 """Opens a job: checks what the user gave, builds the model without weights, and traces at any batch size."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -48,6 +48,11 @@ class OpenJob:
         if batch_size is not None and batch_size < 1:
             raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
         self.name = job.name or type(self.model).__name__
+        if job.compile:
+            # What it makes has the same parameters; the given model stays as it is.
+            mode = job.compile if isinstance(job.compile, str) and job.compile != "default" else None
+            self.name += ", compiled" if mode is None else f", compiled ({mode})"
+            self.model = cast("torch.nn.Module", torch.compile(self.model, mode=mode))
         self.batch_size: int | None
         if callable(job.batch):
             # What a batch size means is then the function's own business: pairs may have twice as many rows.

@@ -250,7 +250,7 @@ class _Probe:
             else:
                 self._checks_indices &= mode.checks_indices
                 self._weighs_classes |= mode.weighs_classes
-                self._num_classes = mode.num_classes
+                self._num_classes = mode.num_classes or mode.num_picked
                 value = Loss.read(result, mode.narrowest)
                 failure = f"the loss function returned {type(result).__name__}, not a scalar tensor"
         if value is not None:
@@ -309,11 +309,29 @@ class _Probe:
             yield found
         if on_host:
             yield from self._changed_batches(survivors, real)
+        found = self._most_unlike(batch)
+        if found is not None:
+            yield found
         other_cut = max(1, 5 * real.num_samples // 8)
         if other_cut != real.cut and self._has_time():
             found = self._try(batch, other_cut, real.whole)
             if found is not None:
                 yield found
+
+    def _most_unlike(self, batch: Any) -> Observation | None:
+        """The two samples whose losses differ most: there a small term shows that compares samples."""
+        values: list[float] = []
+        num_samples = common_first_dimension(batch) or 0
+        while len(values) < num_samples > 2 and self._has_time():
+            try:
+                values.append(self._evaluate(batch, len(values), len(values) + 1).value)
+            except _Failed:
+                return None
+        finite = [value for value in values if math.isfinite(value)]
+        if len(set(finite)) < 2:
+            return None
+        ends = [values.index(min(finite)), values.index(max(finite))]
+        return self._try(map_tensors(batch, lambda tensor: tensor[ends] if tensor.dim() else tensor), 1)
 
     def _changed_batches(self, survivors: list[Hypothesis], real: Observation) -> Iterator[Observation]:
         batch = part_of(real.batch, 0, 2)

@@ -14,13 +14,13 @@ import torch
 
 from memfit.core.device import Device, Kind
 from memfit.core.errors import BadLoss, BadOptimizer, StepFailed
-from memfit.core.estimate import Note
+from memfit.core.estimate import NOT_COMPILED, Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.single_updates import empty_copy
-from memfit.frameworks.torch.compilation.compiled_steps import NOT_COMPILED, CompiledSteps, not_compiled
+from memfit.frameworks.torch.compilation.compiled_steps import CompiledSteps, not_compiled
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.failures import explained
 from memfit.frameworks.torch.shapes.origin import OriginTracker, uncompiled_path
@@ -130,6 +130,7 @@ class _Tracer:
             self.recorder.stop()
             parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
             batch_bytes = sum(t.numel() * t.element_size() for x in tensors_in(batch) for t in dense_parts(x))
+        is_compiled = self.compiled is not None and bool(self.compiled.num_graphs)
         return Trace(
             self.recorder.timeline(segments),
             tuple(self.simulation.notes.found.values()),
@@ -140,8 +141,10 @@ class _Tracer:
             self.simulation.quantized.managed_bytes,
             self.gives_weight,
             # What fused kernels do isn't in the log: then nothing is known.
-            work=() if self.compiled is not None and self.compiled.num_graphs else tuple(self.log.operations),
+            work=() if is_compiled else tuple(self.log.operations),
             grouped_bytes=self.simulation.grouped_bytes,
+            # Compiling anew for each size would take too long.
+            has_regimes=self.on_cuda and not is_compiled,
         )
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

@@ -45,7 +45,7 @@ class WorkLog:
     def __init__(self) -> None:
         self.operations: list[Work] = []
         self.is_on = True
-        self._names: dict[Operator, str] = {}
+        self._names: dict[Operator, tuple[str, str]] = {}
 
     def add(
         self, module: str, phase: Phase, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -53,7 +53,12 @@ class WorkLog:
         """Notes one operator, unless it does nothing."""
         if not self.is_on:
             return
-        name = internals.name_of(func)
+        names = self._names.get(func)
+        if names is None:
+            # Reading a schema's name makes a string each time.
+            name = internals.name_of(func)
+            names = self._names[func] = (name, name.replace("::", "."))
+        name, short = names
         if name in _IDLE:
             return
         inputs, outputs = list(tensors((*args, *kwargs.values()) if kwargs else args)), list(tensors((out,)))
@@ -65,7 +70,6 @@ class WorkLog:
         count = flops_of(name, sizes)
         if count is None:
             count = flops(func, args, kwargs, out)
-        short = self._names.setdefault(func, name.replace("::", "."))
         self.operations.append(Work(module, phase, short, count, moved_bytes, dtype, sizes))
 
 
@@ -83,11 +87,8 @@ def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 
 def _moved(name: str, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
     """Bytes read and written by one call; 0 for what makes only a view."""
-    read: dict[int, int] = {}
-    for tensor in inputs:
-        key, size = _memory(tensor)
-        read[key] = max(read.get(key, 0), size)
-    written = dict(map(_memory, outputs))
+    read = _sizes(inputs)
+    written = _sizes(outputs)
     if not name.endswith("_") and written and inputs:
         # A view by another name, as the gradient of a reshape often is.
         written = {key: size for key, size in written.items() if key not in read}
@@ -99,6 +100,16 @@ def _moved(name: str, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs
         # Operators without an output, such as `_foreach_add_`, write into their first argument.
         return sum(_memory(tensor)[1] for tensor in tensors(args[:1])) + sum(read.values())
     return sum(written.values()) + sum(read.values())
+
+
+def _sizes(operands: list[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage among some tensors that an operator reads or writes; of views, the largest."""
+    sizes: dict[int, int] = {}
+    for tensor in operands:
+        key, size = _memory(tensor)
+        if size > sizes.get(key, -1):
+            sizes[key] = size
+    return sizes
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

@@ -83,6 +83,28 @@ steps.run(batch)
 steps.forget()
 found["iterations"] = int(model.optimizer.iterations.numpy())
 
+from memfit.api.fit import fit
+
+class WithoutCall(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+    def train_step(self, batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.inner(batch)))
+        weights = self.inner.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return {"loss": loss}
+
+found["without call"] = []
+for guarded in (False, True):
+    keras.utils.set_random_seed(1)
+    model = WithoutCall()
+    model.compile("adam")
+    (fit if guarded else keras.Model.fit)(model, np.ones((8, 3), "float32"), batch_size=4, verbose=0, shuffle=False)
+    found["without call"].append([one.tolist() for one in values(model)])
+
 class Adapter:
     _num_samples, batch_size = 7, 3
     _inputs = (np.arange(7.0), None, np.arange(14).reshape(7, 2))

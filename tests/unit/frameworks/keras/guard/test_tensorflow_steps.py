@@ -17,3 +17,9 @@ def test_nothing_is_updated_before_all_gradients_are_there(on_tensorflow):
     # The count of steps doesn't depend on gradients, and would be ahead without the barrier.
     assert on_tensorflow["graph"] is True
     assert on_tensorflow["iterations"] == 1
+
+
+def test_a_model_without_call_is_fitted_as_keras_fits_it(on_tensorflow):
+    plain, guarded = on_tensorflow["without call"]
+
+    assert guarded == plain

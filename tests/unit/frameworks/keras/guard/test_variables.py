@@ -34,6 +34,17 @@ def test_all_that_a_step_changes_is_in_a_group(tmp_path):
     assert numbers(one) == numbers(other)
 
 
+def test_further_optimizers_belong_to_what_a_step_changes():
+    one = trained()
+    one.second_optimizer = keras.optimizers.SGD(momentum=0.9)
+    assert not variables.is_built(one)
+    one.second_optimizer.build(one.trainable_variables)
+
+    assert variables.is_built(one)
+    held = {id(variable) for variable in variables.grouped(one)[variables.OPTIMIZER]}
+    assert held >= {id(variable) for variable in one.second_optimizer.variables}
+
+
 def test_a_file_of_another_model_is_refused(tmp_path):
     one = trained()
     variables.write(tmp_path / "x", one, None)

@@ -67,6 +67,16 @@ def test_criteria_and_functions_of_a_model_give_the_same(loss):
     assert torch.equal(as_loss(loss)(MODEL, (X, Y)), EXPECTED)
 
 
+def test_weights_of_classes_go_where_the_targets_are():
+    # GIVEN a criterion on the host, as people give it, and a step on a device
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    estimate = memfit.estimate(nn.Linear(4, 3), criterion, (X, Y), device="t4")
+
+    assert estimate.fits
+    assert criterion.weight.tolist() == [1.0, 2.0, 3.0]
+    assert torch.equal(as_loss(criterion)(MODEL, (X, Y)), criterion(MODEL(X), Y))
+
+
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("batch", [{"x": X, "labels": Y}, (X, Y)], ids=["mapping", "tuple"])
 def test_a_model_that_returns_its_loss_needs_none(form, batch):

@@ -3,10 +3,12 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.core.estimate import NOT_COMPILED
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.compilation.compiled_steps import AUTOTUNING, CUDA_GRAPHS, NOT_COMPILED, not_compiled
+from memfit.frameworks.torch.compilation.compiled_steps import AUTOTUNING, CUDA_GRAPHS, not_compiled
 from memfit.frameworks.torch.compilation.inductor_graphs import POOL_STREAM
+from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.trace import trace
 from memfit.frameworks.torch.trace.job import OpenJob
 from memfit.frameworks.torch.trace.subject import Subject
@@ -121,11 +123,23 @@ def test_buffers_of_cuda_graphs_are_in_a_pool_of_their_own():
     assert {block.stream for block in compiled.timeline.blocks if "sin" in block.op} == {POOL_STREAM}
 
 
+def test_inputs_of_cuda_graphs_are_copied_into_their_pool():
+    compiled = traced(torch.compile(Chain(), mode="reduce-overhead"), AMPERE)
+
+    copies = [block for block in compiled.timeline.blocks if block.op == "inductor.input_copy"]
+    # In each step the batch, and the gradient of the output; parameters and what the forward pass saved stay.
+    assert {block.stream for block in copies} == {POOL_STREAM}
+    assert [block.size_bytes for block in copies] == [ONE] * len(copies)
+    assert len(copies) == 4
+
+
 def test_autotuning_takes_memory_in_the_first_step():
     compiled = traced(torch.compile(Chain(), mode="max-autotune-no-cudagraphs"), AMPERE)
 
     assert codes(compiled) == {AUTOTUNING}
-    assert next(b.size_bytes for b in compiled.timeline.blocks if b.op == "inductor.autotuning") == 256 * 2**20
+    # As much as the second-level cache holds.
+    cache = DeviceProperties(AMPERE, 0).L2_cache_size
+    assert next(b.size_bytes for b in compiled.timeline.blocks if b.op == "inductor.autotuning") == cache
 
 
 def test_afterwards_the_compiler_is_what_it_was():

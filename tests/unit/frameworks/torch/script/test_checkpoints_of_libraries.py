@@ -233,6 +233,17 @@ def test_what_one_of_several_ranks_holds_is_saved_and_found_again(two_ranks, ran
     assert list(rank.redirected) == [str(tmp_path / "folder" / ".metadata")]
 
 
+def test_a_rank_whose_files_nobody_else_sees_writes_into_a_folder_of_its_own(two_ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with dry_run(tmp_path / "own", num_ranks=2, private=True):
+        dcp.save({"weight": simulated(MILLION), "step": 7}, checkpoint_id="runs/unfinished")
+        os.rename("runs/unfinished", "runs/step-7")
+        again = {"weight": simulated(MILLION), "step": 0}
+        dcp.load(again, checkpoint_id="runs/step-7")
+
+    assert again["step"] == 7
+
+
 def test_an_asynchronous_save_on_two_ranks(two_ranks, rank):
     dcp.async_save({"step": 3, "weight": torch.zeros(MILLION)}, checkpoint_id="folder", process_group=None).result()
 

@@ -321,9 +321,9 @@ def test_what_cannot_be_read_may_decide_anything():
     [
         ("No module named 'flash_attn'", "torch.nn.attention.varlen"),
         ("FlashAttention2 has been toggled on, but the package flash_attn seems to be not installed", "'sdpa'"),
-        ("No module named 'triton'", "register_fake"),
-        ("No module named 'liger_kernel'", "register_fake"),
-        ("0 active drivers ([]). There should only be one.", "plain PyTorch path"),
+        ("No module named 'triton'", "pip install triton"),
+        ("No module named 'liger_kernel'", "pip install liger-kernel"),
+        ("0 active drivers ([]). There should only be one.", "in the step alone"),
     ],
 )
 def test_kernels_that_need_a_gpu_come_with_what_to_do_instead(text, advice):

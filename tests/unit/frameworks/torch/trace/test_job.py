@@ -146,3 +146,16 @@ def test_all_options_of_a_job_reach_the_trace():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_machine_without_a_gpu_has_none():
     assert own_gpu() is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_job_can_ask_for_compilation():
+    model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Tanh())
+    plain, compiled = (OpenJob(make_job(model=model, compile=asked), AMPERE) for asked in (False, "default"))
+
+    assert (plain.name, compiled.name) == ("Sequential", "Sequential, compiled")
+    assert any(block.op.startswith("inductor.") for block in compiled.trace(None).timeline.blocks)
+    assert not any(block.op.startswith("inductor.") for block in plain.trace(None).timeline.blocks)
+    # The given model stays as it is.
+    assert model.__class__ is nn.Sequential
+    assert model._compiled_call_impl is None
