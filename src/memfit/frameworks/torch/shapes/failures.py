@@ -47,6 +47,8 @@ _HINTS = {
 _SHAPE_ONLY = re.compile(
     r"'?meta'? (tensor|device|backend)|(on|device|device type) '?meta\b|no fake impl|HigherOrderOperator", re.IGNORECASE
 )
+# Words of PyTorch's operators for sizes that don't go together, one of which a program may have read.
+_ABOUT_SIZES = re.compile(r"\b(sizes?|shapes?|nnz|dimensions?|elements|split_sizes)\b", re.IGNORECASE)
 # Errors that a program may raise because of a value that it has read.
 _ABOUT_VALUES = (AssertionError, ValueError, ArithmeticError, LookupError, StopIteration, SystemExit)
 
@@ -97,7 +99,12 @@ def suspicion(error: BaseException, stand_ins: Iterable[str]) -> str:
         return "PyTorch can't do this with tensors that have a shape and no values, which memfit simulates with"
     # PyTorch's own checks raise this one, too.
     is_raised_outside = type(error) is RuntimeError and not last.filename.startswith(HIDDEN_FOLDERS)
-    if isinstance(error, _ABOUT_VALUES) or (is_raised_outside and (last.line or "").startswith("raise")):
+    is_about_sizes = type(error) is RuntimeError and _ABOUT_SIZES.search(str(error))
+    if (
+        isinstance(error, _ABOUT_VALUES)
+        or is_about_sizes
+        or (is_raised_outside and (last.line or "").startswith("raise"))
+    ):
         read = _read_before(frames, stand_ins)
         if read:
             return f"it had read values that stand in for the device's ({read})"

@@ -208,6 +208,21 @@ def test_values_that_stand_in_are_suspected_where_the_failing_code_read_them():
     assert suspected(lambda: take_first([], OSError("disk")), [read]) == ""
 
 
+def split_in(sizes):
+    count = sizes
+    text = "no size"
+    print(text)
+    return torch.ones(3).split([count, count])
+
+
+def test_sizes_that_stand_in_are_suspected_where_an_operator_refuses_them():
+    name, first = SourceNames().short(__file__), line_of(split_in)
+
+    assert f"{name}:{first}" in suspected(lambda: split_in(5), [f"{name}:{first}"])
+    # What decides no size isn't.
+    assert suspected(lambda: split_in(5), [f"{name}:{first + 1}"]) == ""
+
+
 def test_an_error_in_our_own_code_is_suspected(monkeypatch):
     monkeypatch.setattr("memfit.frameworks.torch.simulation.device_view._carry", None)
     assert "memfit's own code" in suspected(lambda: matrix(2).to("meta"))
