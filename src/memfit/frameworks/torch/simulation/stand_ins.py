@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
 class Package:
     """A stand-in for an installable package.
 
@@ -25,20 +27,11 @@ class Package:
         hidden_from: packages that are not to find it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        version: str,
-        modules: Mapping[str, Mapping[str, Any]],
-        *,
-        other: Callable[[str], Any] | None = None,
-        hidden_from: tuple[str, ...] = (),
-    ) -> None:
-        self.name = name
-        self.version = version
-        self.modules = modules
-        self.other = other
-        self.hidden_from = hidden_from
+    name: str
+    version: str
+    modules: Mapping[str, Mapping[str, Any]]
+    other: Callable[[str], Any] | None = None
+    hidden_from: tuple[str, ...] = ()
 
 
 class _Module(ModuleType):
