@@ -477,14 +477,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def uncompiled_frame() -> Any:
-    """What Dynamo is told about a frame that is to run as it is, this time, with all that it calls."""
+def uncompiled_frame(*, alone: bool = False) -> Any:
+    """What Dynamo is told about a frame that is to run as it is, this time, with all that it calls, or `alone`."""
     kinds = NAMES.find("torch._dynamo.types")
     if not hasattr(kinds, "ConvertFrameReturn"):
         # Older releases say it with nothing.
         return None
-    skip = NAMES.find("torch._C._dynamo.eval_frame._FrameAction").SKIP
-    strategy = NAMES.find("torch._C._dynamo.eval_frame._FrameExecStrategy")(skip, skip)
+    actions = NAMES.find("torch._C._dynamo.eval_frame._FrameAction")
+    called = actions.DEFAULT if alone else actions.SKIP
+    strategy = NAMES.find("torch._C._dynamo.eval_frame._FrameExecStrategy")(actions.SKIP, called)
     return kinds.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 
 

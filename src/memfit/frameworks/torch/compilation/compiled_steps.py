@@ -132,7 +132,8 @@ class CompiledSteps:
     def _convert(self, plain: Callable[..., Any], callback: Any, frame: Any, *arguments: Any) -> Any:
         """A frame of the user's code, compiled; uncompiled where that fails."""
         if frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
-            return internals.uncompiled_frame()
+            # Modules are called through it, also by code that compilation was broken off in.
+            return internals.uncompiled_frame(alone=frame.f_code.co_qualname.startswith(OriginTracker.__name__))
         self._codes[frame.f_code] = None
         # That operator has no rule for shapes: it is simulated as the fused kernel that it becomes.
         if not self._met(frame) or frame.f_code is internals.flex_attention.__code__:

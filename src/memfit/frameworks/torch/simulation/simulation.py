@@ -39,7 +39,7 @@ from memfit.frameworks.torch.simulation import flash_attention
 from memfit.frameworks.torch.simulation.device_view import Look
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
 from memfit.frameworks.torch.simulation.releases import release_replacements
-from memfit.frameworks.torch.simulation.stand_ins import standing_in
+from memfit.frameworks.torch.simulation.stand_ins import hidden, standing_in
 from memfit.frameworks.torch.simulation.triton_kernels import TritonKernels
 from memfit.frameworks.torch.stack import fuses_attention, stack_of
 
@@ -166,7 +166,7 @@ class Simulation:
         modes = [internals.pop_function_mode() for _ in range(internals.num_function_modes())]
         self._threads.present = False
         try:
-            with internals.disable_current_modes(), self.origin.not_following():
+            with hidden(), internals.disable_current_modes(), self.origin.not_following():
                 yield
         finally:
             self._threads.present = before
@@ -325,7 +325,11 @@ class Simulation:
 
 
 def _compile(plain: Callable[..., Any], model: Any = None, **options: Any) -> Any:
-    return model if internals.checks_program(model) else plain(model, **options)
+    if internals.checks_program(model):
+        return model
+    # Loads the compiler, which would take a stand-in for Triton for the real one.
+    with hidden():
+        return plain(model, **options)
 
 
 class UsualCollector:

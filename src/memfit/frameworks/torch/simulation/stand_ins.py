@@ -122,3 +122,15 @@ def standing_in(package: Package) -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if isinstance(module, _Module) and name.partition(".")[0] == package.name:
                 del sys.modules[name]
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """While it lasts, stand-ins that were imported are gone, so that those who must not find them don't."""
+    imported = {name: module for name, module in sys.modules.items() if isinstance(module, _Module)}
+    for name in imported:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(imported)

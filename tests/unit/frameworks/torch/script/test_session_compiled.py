@@ -1,5 +1,7 @@
 """Programs that call `torch.compile` in a session: what they compile is compiled, on shapes."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -81,6 +83,37 @@ def test_what_a_program_compiles_has_the_buffers_of_its_kernels(make):
     assert {block.module for block in made(session, category=Category.PARAMETER)} == {"inner"}
 
 
+class Outer(nn.Module):
+    """A model whose part breaks the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Broken()
+
+    def forward(self, x):
+        return self.part(torch.cos(x)) * 2
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.chain = Chain()
+
+    def forward(self, x):
+        x = torch.sin(x)
+        torch._dynamo.graph_break()
+        return self.chain(x)
+
+
+def test_what_follows_a_break_in_a_part_is_compiled():
+    with running() as session:
+        compiled = torch.compile(Outer().cuda())
+        compiled(torch.randn(ROWS, WIDTH).cuda()).sum().backward()
+
+    assert session.compiled.num_graphs >= 3
+    assert any("addmm" in block.op for block in made(session) if block.op.startswith("inductor."))
+
+
 def test_batches_of_other_sizes_are_compiled_too():
     with running() as session:
         train(whole, rows=(ROWS, ROWS + 8, ROWS + 16))
@@ -88,6 +121,15 @@ def test_batches_of_other_sizes_are_compiled_too():
     assert codes(session) == []
     # One for the first size, one for all others.
     assert session.compiled.num_graphs == 2
+
+
+def test_a_stand_in_for_triton_is_not_for_the_compiler():
+    with running() as session:
+        importlib.import_module("triton")
+        train(whole)
+
+    assert codes(session) == []
+    assert session.compiled.num_graphs == 1
 
 
 def test_where_a_session_does_not_compile_it_is_eager():

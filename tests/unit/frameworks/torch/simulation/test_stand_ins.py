@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from memfit.frameworks.torch.simulation.stand_ins import Package, standing_in
+from memfit.frameworks.torch.simulation.stand_ins import Package, hidden, standing_in
 
 
 def package(name="made_up_kernels", **options):
@@ -45,6 +45,16 @@ def test_it_is_hidden_from_some():
         with pytest.raises(ModuleNotFoundError):
             exec("import made_up_kernels", {"__name__": "torch.utils"})
         exec("import made_up_kernels", {"__name__": "torchvision.utils"})
+
+
+def test_what_was_imported_can_be_hidden_for_a_while():
+    with standing_in(package(hidden_from=("torch",))):
+        module = importlib.import_module("made_up_kernels")
+        with hidden():
+            assert "made_up_kernels" not in sys.modules
+            with pytest.raises(ModuleNotFoundError):
+                exec("import made_up_kernels", {"__name__": "torch.utils"})
+        assert sys.modules["made_up_kernels"] is module
 
 
 def test_an_installed_package_is_what_it_was(tmp_path, monkeypatch):
