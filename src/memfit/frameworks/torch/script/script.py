@@ -196,6 +196,7 @@ class ScriptRun:
             on_import({"torchvision": define_missing_operators}, {}),
             sharing(simulation.places.is_simulated, self.session.recorder.add_foreign),
             self.session.running(replacements),
+            simulation.with_stand_ins(),
         ):
             yield
 

@@ -51,27 +51,39 @@ def _answer(made: tuple[torch.Tensor, ...], options: dict[str, Any]) -> Any:
 
 
 class _Packed(torch.autograd.Function):
-    """Attention whose inputs are parts of one tensor, which has one gradient."""
+    """Attention whose inputs are parts of one tensor, which has one gradient.
+
+    `query` is None where it is one of the parts.
+    """
 
     @staticmethod
-    def forward(ctx: Any, packed: torch.Tensor, split: Any, boundaries: Any, longest: Any, options: Any) -> Any:
-        """Keeps the tensor as it is."""
-        query, key, value = split(packed)
-        made = _attention(query, key, value, boundaries, longest, options)
-        ctx.save_for_backward(packed, *made)
-        ctx.split, ctx.num_sequences = split, None if boundaries[0] is None else boundaries[0].numel() - 1
+    def forward(
+        ctx: Any,
+        query: Any,
+        packed: torch.Tensor,
+        dim: int,
+        boundaries: tuple[torch.Tensor | None, torch.Tensor | None],
+        longest: tuple[int, int],
+        options: dict[str, Any],
+    ) -> Any:
+        """Keeps the tensors as they are."""
+        parts = packed.unbind(dim)
+        query_part, key, value = parts if query is None else (query, *parts)
+        made = _attention(query_part, key, value, boundaries, longest, options)
+        ctx.save_for_backward(query, packed, *made)
+        ctx.dim, ctx.num_sequences = dim, None if boundaries[0] is None else boundaries[0].numel() - 1
         return made[0], made[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Writes the gradients of all parts into one tensor."""
-        packed = ctx.saved_tensors[0]
-        gradient = torch.empty_like(packed)
-        query, key, _ = ctx.split(packed)
-        sizes = scratch_sizes(query, key, ctx.num_sequences)
+        query, packed = ctx.saved_tensors[:2]
+        made = [None if tensor is None else torch.empty_like(tensor) for tensor in (query, packed)]
+        parts = packed.unbind(ctx.dim)
+        sizes = scratch_sizes(parts[0] if query is None else query, parts[-1], ctx.num_sequences)
         scratch = [torch.empty(size, dtype=torch.uint8, device=packed.device) for size in sizes]
         del scratch
-        return gradient, None, None, None, None
+        return *made, None, None, None, None
 
 
 _PACKED: Any = _Packed.apply
@@ -86,13 +98,13 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: An
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The same for [batch, rows, 3, heads, width]."""
     options = _named(args, kwargs)
-    made = _PACKED(qkv, lambda packed: packed.unbind(2), (None, None), (qkv.shape[1],) * 2, options)
-    return _answer(made, options)
+    return _answer(_PACKED(None, qkv, 2, (None, None), (qkv.shape[1],) * 2, options), options)
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The same for keys and values as [batch, rows, 2, heads, width]."""
-    return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *args, **kwargs)
+    options = _named(args, kwargs)
+    return _answer(_PACKED(q, kv, 2, (None, None), (q.shape[1], kv.shape[1]), options), options)
 
 
 def flash_attn_varlen_func(
@@ -117,9 +129,23 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """The same for [rows of all, 3, heads, width]."""
     options = _named(args, kwargs)
-    longest = (int(max_seqlen),) * 2
-    made = _PACKED(qkv, lambda packed: packed.unbind(1), (cu_seqlens, cu_seqlens), longest, options)
-    return _answer(made, options)
+    return _answer(_PACKED(None, qkv, 1, (cu_seqlens,) * 2, (int(max_seqlen),) * 2, options), options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The same for keys and values as [rows of all, 2, heads, width]."""
+    options = _named(args, kwargs)
+    longest = int(max_seqlen_q), int(max_seqlen_k)
+    return _answer(_PACKED(q, kv, 1, (cu_seqlens_q, cu_seqlens_k), longest, options), options)
 
 
 def flash_attn_with_kvcache(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -142,8 +168,12 @@ def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor, unuse
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> Any:
     """Rows back in their places, zeros between them."""
-    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
+    """Rows in their places, zeros between them."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
 def index_first_axis(hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -161,10 +191,13 @@ def package() -> Package:
             flash_attn_kvpacked_func,
             flash_attn_varlen_func,
             flash_attn_varlen_qkvpacked_func,
+            flash_attn_varlen_kvpacked_func,
             flash_attn_with_kvcache,
         )
     }
-    padding: dict[str, Any] = {function.__name__: function for function in (unpad_input, pad_input, index_first_axis)}
+    padding: dict[str, Any] = {
+        function.__name__: function for function in (unpad_input, pad_input, index_first_axis, index_put_first_axis)
+    }
     modules = {
         LIBRARY: functions,
         f"{LIBRARY}.flash_attn_interface": functions,

@@ -114,7 +114,7 @@ class Simulation:
         self.stack = stack_of(device)
         self.quantized = Quantized(device, self.places, self.notes.report, self.is_on)
         self.operators.compositions = {**fallbacks.COMPOSITIONS, **self.quantized.compositions(on_cuda=on_cuda)}
-        self._triton = TritonKernels(device, recorder, self.is_on, self._forget, stands_in=scripted)
+        self._triton = TritonKernels(device, recorder, self.is_on, self._forget)
         self._device = device
         self._scripted = scripted
         self._capability = capability = device.capability or (8, 0)
@@ -136,12 +136,22 @@ class Simulation:
             self._numbers_read_anywhere(),
             self.quantized.running(),
             self._triton.running(),
-            standing_in(flash_attention.package()) if self._scripted and self._on_cuda else nullcontext(),
             self._packed_attention(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),
             self.in_thread(),
         ):
+            yield
+
+    @contextmanager
+    def with_stand_ins(self) -> Iterator[None]:
+        """While it lasts, code finds packages that only a machine with a GPU has.
+
+        What is made of them is of no use afterwards, so that this is for the process of a script alone.
+        """
+        with ExitStack() as stack:
+            for package in (flash_attention.package(), self._triton.package()) if self._on_cuda else ():
+                stack.enter_context(standing_in(package))
             yield
 
     @contextmanager
@@ -231,19 +241,25 @@ class Simulation:
             self.autocast.clear_cache()
             plain_clear()
 
-        cuda: dict[str, Callable[..., Any]] = {
-            "get_device_capability": lambda plain, device=None: self._capability,
-            "get_device_properties": lambda plain, device=None: DeviceProperties(self._device, 0),
-            "current_device": lambda plain: 0,
-            # Code around kernels of its own makes the device of their tensors the current one.
-            "_exchange_device": lambda plain, index: 0,
-            "_maybe_exchange_device": lambda plain, index: 0,
-            "synchronize": lambda plain, device=None: None,
-        }
+        cuda: dict[str, Callable[..., Any]] = {}
+        if self._on_cuda:
+            cuda = {
+                "get_device_capability": lambda plain, device=None: self._capability,
+                "synchronize": lambda plain, device=None: None,
+            }
+        if self._on_cuda and not self._scripted:
+            # A script sees all devices, of which one is current. Of a step that memfit drives, code around kernels
+            # makes the device of their tensors the current one.
+            cuda |= {
+                "get_device_properties": lambda plain, device=None: DeviceProperties(self._device, 0),
+                "current_device": lambda plain: 0,
+                "_exchange_device": lambda plain, index: 0,
+                "_maybe_exchange_device": lambda plain, index: 0,
+            }
         return [
             Replacement(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
             Replacement(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
-            *(around(torch.cuda, name, other, self.is_on) for name, other in cuda.items() if self._on_cuda),
+            *(around(torch.cuda, name, other, self.is_on) for name, other in cuda.items()),
             Replacement(torch, "clear_autocast_cache", clear),
             Replacement(torch.backends.cudnn, "is_acceptable", lambda tensor: False),
             around(torch, "compile", _compile, self.is_on),

@@ -109,7 +109,8 @@ def _importer() -> str:
 @contextmanager
 def standing_in(package: Package) -> Iterator[None]:
     """While it lasts, the stand-in is found where no such package is installed."""
-    if importlib.util.find_spec(package.name) is not None:
+    # A module that a program has put there itself may have no specification, which `find_spec` refuses.
+    if package.name in sys.modules or importlib.util.find_spec(package.name) is not None:
         yield
         return
     finder = _Finder(package)

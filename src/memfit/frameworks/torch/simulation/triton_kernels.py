@@ -24,7 +24,7 @@ from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import tensors
-from memfit.frameworks.torch.simulation.stand_ins import Package, standing_in
+from memfit.frameworks.torch.simulation.stand_ins import Package
 
 LIBRARY = "triton"
 _CLEARED_BYTES = 256 * MIB
@@ -40,7 +40,6 @@ class TritonKernels:
         recorder: receives what a search for a configuration takes.
         is_on: whether this thread is simulated.
         forget: called with each tensor that a kernel may have written to.
-        stands_in: whether a stand-in is found where Triton isn't installed.
     """
 
     def __init__(
@@ -49,13 +48,10 @@ class TritonKernels:
         recorder: Recorder,
         is_on: Callable[[], bool],
         forget: Callable[[torch.Tensor], None],
-        *,
-        stands_in: bool,
     ) -> None:
         self._recorder = recorder
         self._is_on = is_on
         self._forget = forget
-        self._stands_in = stands_in
         self._searched: set[int] = set()
         self._driver = _driver_of(device)
         self._simulates = device.kind is Kind.CUDA
@@ -83,9 +79,11 @@ class TritonKernels:
             late = {"jit": launches, "autotuner": searches, "driver": driver}
             late = {f"{LIBRARY}.runtime.{name}": equipped for name, equipped in late.items()}
             stack.enter_context(on_import({}, late))
-            if self._stands_in:
-                stack.enter_context(standing_in(_stand_in(self._launch, self._driver)))
             yield
+
+    def package(self) -> Package:
+        """The stand-in for Triton, whose launches are these."""
+        return _stand_in(self._launch, self._driver)
 
     def _run(self, plain: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
         self._launch(kernel, args, kwargs, 1)
@@ -174,6 +172,10 @@ class _Name:
 
     def __getitem__(self, key: Any) -> "_Name":
         return self
+
+    def __iter__(self) -> Iterator[Any]:
+        # Without it, Python would take items until one is missing, and none is.
+        return iter(())
 
     def __or__(self, other: Any) -> "_Name":
         return self

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +12,14 @@ from torch.nn import functional as F
 import memfit
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash_attn is installed")
+
+
+@contextmanager
+def simulated(device="a100-40gb"):
+    """A device as the process of a script sees it."""
+    with memfit.simulate(device) as shown, shown._session.simulation.with_stand_ins():
+        yield shown
+
 
 BATCH, ROWS, HEADS, WIDTH = 2, 300, 8, 64
 
@@ -27,7 +36,7 @@ def sizes_of(device):
 @pytest.mark.parametrize("num_groups", [HEADS, 2])
 def test_whole_sequences_take_what_pytorch_takes(num_groups):
     shapes = [(BATCH, ROWS, heads, WIDTH) for heads in (HEADS, num_groups, num_groups)]
-    with memfit.simulate("a100-40gb") as device:
+    with simulated() as device:
         from flash_attn import flash_attn_func
 
         out = flash_attn_func(*inputs(*shapes), dropout_p=0.1, causal=True)
@@ -43,17 +52,20 @@ def test_whole_sequences_take_what_pytorch_takes(num_groups):
     assert sizes_of(device) == sizes_of(plain)
 
 
-@pytest.mark.parametrize("function", ["flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func"])
+@pytest.mark.parametrize(
+    "function", ["flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"]
+)
 def test_packed_sequences_are_padded_each_by_itself(function):
     total = BATCH * ROWS
-    with memfit.simulate("a100-40gb") as device:
+    with simulated() as device:
         flash_attn = importlib.import_module("flash_attn")
         ends = torch.tensor([0, ROWS, total], dtype=torch.int32, device="cuda")
         if "qkvpacked" in function:
             (packed,) = given = inputs((total, 3, HEADS, WIDTH))
             out = getattr(flash_attn, function)(packed, ends, ROWS, causal=True)
         else:
-            given = inputs(*[(total, HEADS, WIDTH)] * 3)
+            parts = [(2, HEADS, WIDTH)] if "kvpacked" in function else [(HEADS, WIDTH)] * 2
+            given = inputs((total, HEADS, WIDTH), *((total, *part) for part in parts))
             out = getattr(flash_attn, function)(*given, ends, ends, ROWS, ROWS, causal=True)
         out.backward(torch.zeros_like(out))
         assert [tensor.grad.shape for tensor in given] == [tensor.shape for tensor in given]
@@ -65,7 +77,7 @@ def test_packed_sequences_are_padded_each_by_itself(function):
 
 def test_inputs_in_one_tensor_have_one_gradient():
     shape = (BATCH, ROWS, 3, HEADS, WIDTH)
-    with memfit.simulate("a100-40gb") as device:
+    with simulated() as device:
         from flash_attn import flash_attn_qkvpacked_func
 
         (packed,) = inputs(shape)
@@ -80,8 +92,21 @@ def test_inputs_in_one_tensor_have_one_gradient():
     assert sizes.count(whole) == 2
 
 
+def test_keys_and_values_in_one_tensor_have_one_gradient():
+    with simulated() as device:
+        from flash_attn import flash_attn_kvpacked_func
+
+        query, packed = inputs((BATCH, ROWS, HEADS, WIDTH), (BATCH, ROWS, 2, HEADS, WIDTH))
+        out = flash_attn_kvpacked_func(query, packed, causal=True)
+        out.backward(torch.zeros_like(out))
+        assert query.grad.shape == query.shape
+
+    sizes = [block.size_bytes for block in device.estimate().timeline.blocks]
+    assert sizes.count(packed.numel() * 2) == 2
+
+
 def test_padding_goes_and_comes_back():
-    with memfit.simulate("a100-40gb"):
+    with simulated():
         from flash_attn.bert_padding import pad_input, unpad_input
 
         mask = torch.ones(BATCH, ROWS, dtype=torch.int64, device="cuda")
@@ -95,7 +120,7 @@ def test_padding_goes_and_comes_back():
 
 
 def test_other_packages_find_its_version_while_it_is_there():
-    with memfit.simulate("a100-40gb"):
+    with simulated():
         assert importlib.metadata.version("flash_attn") == importlib.metadata.version("flash-attn") == "2.8.3"
         assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
         with pytest.raises(ModuleNotFoundError):
@@ -111,7 +136,7 @@ def test_other_packages_find_its_version_while_it_is_there():
     [("t4", torch.float16, "only supports Ampere GPUs or newer"), ("a10g", torch.float32, "fp16 and bf16")],
 )
 def test_what_the_package_refuses_is_refused(device, dtype, message):
-    with memfit.simulate(device):
+    with simulated(device):
         from flash_attn import flash_attn_func
 
         with pytest.raises(RuntimeError, match=message):

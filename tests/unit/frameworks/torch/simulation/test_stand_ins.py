@@ -1,6 +1,7 @@
 import importlib
 import importlib.metadata
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -65,3 +66,13 @@ def test_an_installed_package_is_what_it_was(tmp_path, monkeypatch):
         assert importlib.import_module("installed_kernels").answer == 1
     assert importlib.import_module("installed_kernels").answer == 1
     del sys.modules["installed_kernels"]
+
+
+def test_a_module_of_the_programs_own_stays(monkeypatch):
+    # As programs do that need no more than the name.
+    own = ModuleType("made_up_kernels")
+    monkeypatch.setitem(sys.modules, "made_up_kernels", own)
+
+    with standing_in(package()):
+        assert importlib.import_module("made_up_kernels") is own
+    assert sys.modules["made_up_kernels"] is own

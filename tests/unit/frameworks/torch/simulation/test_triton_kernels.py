@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +13,14 @@ from memfit.core.units import MIB
 
 installed = importlib.util.find_spec("triton") is not None
 without_triton = pytest.mark.skipif(installed, reason="Triton is installed: the stand-in gives way to it")
+
+
+@contextmanager
+def simulated(device="a100-40gb", **options):
+    """A device as the process of a script sees it."""
+    with memfit.simulate(device, **options) as shown, shown._session.simulation.with_stand_ins():
+        yield shown
+
 
 # The parts of Triton's runtime that a launch goes through (triton/runtime of 3.9).
 PACKAGE = {
@@ -81,7 +90,7 @@ def launched(kernel, source):
 
 @without_triton
 def test_a_launch_takes_no_memory():
-    with memfit.simulate("a100-40gb") as device:
+    with simulated() as device:
         double, _, triton = kernels()
         source = torch.zeros(MIB, device="cuda")
         target = launched(double, source)
@@ -93,7 +102,7 @@ def test_a_launch_takes_no_memory():
 
 @without_triton
 def test_a_search_clears_the_cache_of_the_device_once():
-    with memfit.simulate("a100-40gb") as device:
+    with simulated() as device:
         _, searched, _ = kernels()
         source = torch.zeros(MIB, device="cuda")
         launched(searched, source)
@@ -105,7 +114,7 @@ def test_a_search_clears_the_cache_of_the_device_once():
 
 @without_triton
 def test_what_a_kernel_wrote_is_not_known():
-    with memfit.simulate("a100-40gb") as device:
+    with simulated() as device:
         double, _, _ = kernels()
         values = torch.full((4,), 7, device="cuda")
         assert int(values[0]) == 7
@@ -116,13 +125,34 @@ def test_what_a_kernel_wrote_is_not_known():
 
 
 @without_triton
-def test_the_stand_in_is_there_for_scripts_alone_and_goes_with_the_simulation():
-    with memfit.simulate("a100-40gb"):
+def test_a_simulated_device_of_a_notebook_leaves_triton_missing():
+    with memfit.simulate("a100-40gb"), pytest.raises(ModuleNotFoundError):
+        kernels()
+
+
+@without_triton
+def test_names_of_kernels_hold_nothing():
+    with simulated():
+        kernels()
+        language = sys.modules["triton.language"]
+        assert "fp8e5" not in language.dtype.SINT_TYPES
+        assert list(language.dtype.FP_TYPES) == []
+
+
+def test_one_of_several_devices_is_current_in_a_script():
+    with memfit.simulate("a100-40gb", count=2):
+        torch.cuda.set_device(1)
+        assert torch.cuda.current_device() == 1
+        with torch.cuda.device(0):
+            assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_device() == 1
+
+
+@without_triton
+def test_the_stand_in_goes_with_the_simulation():
+    with simulated():
         kernels()
         assert "triton" in sys.modules
-        del sys.modules["triton"]
-        with pytest.raises(ModuleNotFoundError):
-            exec("import triton", {"__name__": "torch.utils._triton"})
 
     assert not [name for name in sys.modules if name.partition(".")[0] == "triton"]
     with pytest.raises(ModuleNotFoundError):
