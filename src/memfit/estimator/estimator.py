@@ -36,6 +36,9 @@ _EAGER_SECONDS = 0.6
 _PROCESS_BYTES = 600 * MIB
 _WORKER_BYTES = 250 * MIB
 
+# More samples than this have tensors of more bytes than PyTorch can count.
+_LARGEST_BATCH = 2**31
+
 _CACHE_RELEASED = Note(
     CACHE_RELEASED,
     "the device is nearly full: the allocator must free its cache and retry, which fits but costs time",
@@ -47,12 +50,16 @@ _WORKSPACE_DROPPED = Note(
 
 def checked_batch_size(batch_size: Any) -> int:
     """A batch size that is one."""
+    if isinstance(batch_size, bool):
+        raise BadBatch(f"a batch size must be a whole number from 1 up, but {batch_size!r} was given.")
     try:
         size = int(operator.index(batch_size))
     except TypeError:
         raise BadBatch(f"a batch size must be a whole number from 1 up, but {batch_size!r} was given.") from None
     if size < 1:
-        raise BadBatch(f"a batch size must be at least 1, but {size} was given.")
+        raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
+    if size > _LARGEST_BATCH:
+        raise BadBatch(f"a batch size must be at most {_LARGEST_BATCH:,}, but {size:,} was given.")
     return size
 
 

@@ -80,7 +80,7 @@ def test_a_fitted_estimate_has_no_other_batch_size(job):
         fitted.at_batch(8)
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "8"])
+@pytest.mark.parametrize("size", [0, -1, 1.5, "8", True, 10**18])
 def test_a_batch_size_is_a_whole_number_from_1_up(size):
     with pytest.raises(BadBatch):
         checked_batch_size(size)

@@ -117,11 +117,12 @@ class TestDataset:
 
     @pytest.mark.slow
     def test_workers_look_past_what_was_there_before_them_and_not_past_later_garbage(self):
+        before = gc.get_freeze_count()
         stream = stream_of(transform=num_frozen)
         loader = DataLoader(TorchStream(stream), batch_size=None, num_workers=1, persistent_workers=True)
         first, later = ({int(x[0, 0]) for x, _ in loader} for _ in range(2))
 
-        assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() <= before
         assert min(first) > 0
         # Some of them go; none are added.
         assert max(later) <= max(first)

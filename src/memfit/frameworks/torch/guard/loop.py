@@ -83,6 +83,7 @@ class TorchLoop(GuardedLoop):
         self._accumulate = accumulate
         self._clip_norm = clip_norm
         self._commits = commits
+        self._draws = False  # whether the loss draws numbers that no part of a batch gets again
         self.ranks: Ranks = ranks_of(model)
         self.transaction = Transaction(
             model, optimizer, self.ranks, scaler=scaler, clip=self._clip, after_update=self._after_update
@@ -288,7 +289,7 @@ class TorchLoop(GuardedLoop):
         weighting, reason = self.find_weighting(entry.loss, entry.batch)
         if weighting is None and not self._options.approximate:
             return Splitting(Weighting(), refused=reason)
-        remark = f"micro-batches are approximate here: {reason}" if weighting is None else ""
+        remark = f"micro-batches are approximate here: {reason}" if weighting is None or self._draws else ""
         return Splitting(weighting or Weighting(), remark=remark)
 
     def find_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
@@ -310,6 +311,7 @@ class TorchLoop(GuardedLoop):
         for max_samples in (probe.MAX_SAMPLES, probe.MAX_SAMPLES, 2):
             finding = self._probed(loss, batch, max_samples)
             if finding is not None:
+                self._draws = finding.is_random
                 is_assumed = finding.origin is Origin.ASSUMED and finding.weighting is not None
                 return self.assumed_weighting if is_assumed else finding.weighting, finding.reason
             oom.release()

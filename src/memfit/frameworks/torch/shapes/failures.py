@@ -75,8 +75,16 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{where}{' ' if hint else ''}{hint}"
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says, in one line; nothing where it can't be asked."""
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return ""
+
+
 def _text_and_hint(error: BaseException, hints: dict[str, str]) -> tuple[str, str]:
-    text = " ".join(str(error).split()) or "no message"
+    text = text_of(error) or "no message"
     return text, next((hint for sign, hint in hints.items() if sign in text), "")
 
 
@@ -95,11 +103,11 @@ def suspicion(error: BaseException, stand_ins: Iterable[str]) -> str:
             return "memfit's simulated device refused it, as it takes a GPU to do"
         if "func(" not in line and "plain" not in line:
             return "the error arose in memfit's own code"
-    if isinstance(error, RuntimeError | ValueError | TypeError | BufferError) and _SHAPE_ONLY.search(str(error)):
+    if isinstance(error, RuntimeError | ValueError | TypeError | BufferError) and _SHAPE_ONLY.search(text_of(error)):
         return "PyTorch can't do this with tensors that have a shape and no values, which memfit simulates with"
     # PyTorch's own checks raise this one, too.
     is_raised_outside = type(error) is RuntimeError and not last.filename.startswith(HIDDEN_FOLDERS)
-    is_about_sizes = type(error) is RuntimeError and _ABOUT_SIZES.search(str(error))
+    is_about_sizes = type(error) is RuntimeError and _ABOUT_SIZES.search(text_of(error))
     if (
         isinstance(error, _ABOUT_VALUES)
         or is_about_sizes

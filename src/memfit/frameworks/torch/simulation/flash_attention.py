@@ -14,6 +14,7 @@ from memfit.frameworks.torch.simulation.stand_ins import Package
 
 LIBRARY = "flash_attn"
 _VERSION = "2.8.3"
+_WIDEST = 256
 
 
 def _attention(
@@ -29,6 +30,11 @@ def _attention(
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if query.dtype not in HALVES:
         raise RuntimeError("FlashAttention only supports fp16 and bf16 data type")
+    heads, width = query.shape[-2:]
+    if width > _WIDEST or value.shape[-1] != width:
+        raise RuntimeError(f"FlashAttention forward only supports head dimension at most {_WIDEST}, the same for all")
+    if heads % key.shape[-2]:
+        raise RuntimeError("Number of heads in key/value must divide number of heads in query")
     left, right = options.get("window_size", (-1, -1))
     made = torch.ops.aten._flash_attention_forward(
         query,

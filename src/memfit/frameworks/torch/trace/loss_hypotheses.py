@@ -8,7 +8,7 @@ import torch
 
 from memfit.core.settings import Weighting
 from memfit.frameworks.torch.apply.micro_batches import places, tensor_at
-from memfit.frameworks.torch.shapes.stand_in import map_tensors
+from memfit.frameworks.torch.shapes.stand_in import map_tensors, tensors_in
 
 # Values that losses leave out by convention: PyTorch's, padding, segmentation's "void".
 USUAL_IGNORED = -100
@@ -22,6 +22,8 @@ _CUDA_ROUNDING = 1e-4
 # Losses near 0 are differences of larger numbers.
 _FLOOR = {torch.float64: 1e-14, torch.float32: 2e-7}
 _DEFAULT_FLOOR = 1e-5
+# So many of the numbers in a tensor are tried.
+_MOST_NUMBERS = 16
 # A prediction tells something where parts differ by this many times what it is off: their weights are then right to 2%.
 _TELLING = 50
 
@@ -254,6 +256,59 @@ def contrasted(batch: Any, *, num_classes: int | None = None) -> Any:
         return changed
 
     return map_tensors(batch, change)
+
+
+HOLLOW = (0.0, -1.0, math.nan)
+"""What elements are often told by that don't count: missing values, distances, weights."""
+
+
+def hollowed(batch: Any, value: float) -> Any:
+    """The batch with half of the first sample's measurements, and of its masks, replaced by a value."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < 1 or not tensor.is_floating_point() or (value and _is_mask(tensor)):
+            return tensor
+        changed = tensor.clone()
+        elements = changed[0].reshape(-1)
+        elements[len(elements) // 2 :] = value
+        changed[0] = elements.view_as(changed[0])
+        return changed
+
+    return map_tensors(batch, change)
+
+
+def numbers_of(batch: Any) -> list[list[int]]:
+    """The whole numbers in each tensor of a batch, in order; some of them where they are many, none where none are."""
+    numbers: list[list[int]] = []
+    for tensor in tensors_in(batch):
+        is_whole = tensor.dim() > 0 and not tensor.is_floating_point() and tensor.dtype is not torch.bool
+        found = tensor.unique().tolist() if is_whole and not tensor.is_complex() and not tensor.is_sparse else []
+        step = max(1, (len(found) - 1) / (_MOST_NUMBERS - 1))
+        numbers.append([found[round(place * step)] for place in range(min(len(found), _MOST_NUMBERS))])
+    return numbers
+
+
+def spread(batch: Any, numbers: list[list[int]]) -> Any:
+    """The batch with all numbers that occur in its tensors, the smaller ones first; None where that changes nothing.
+
+    A loss may leave out elements of some classes, of which the first samples hold none.
+    """
+    tensors = tensors_in(batch)
+    if not any(len(found) > 1 for found in numbers):
+        return None
+    changed: dict[int, torch.Tensor] = {}
+    for tensor, found in zip(tensors, numbers, strict=True):
+        if len(found) < 2:
+            continue
+        other = tensor.clone()
+        for place in range(len(other)):
+            number = found[place * len(found) // len(other)]
+            if other.dim() > 1:
+                other[place, other.shape[1] // 2 :] = number
+            else:
+                other[place] = number
+        changed[id(tensor)] = other
+    return map_tensors(batch, lambda tensor: changed.get(id(tensor), tensor))
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from memfit.frameworks.torch.shapes.restoration import random_states_kept
 from memfit.frameworks.torch.shapes.stand_in import map_tensors, tensors_in
 from memfit.frameworks.torch.trace.coupled_random import CoupledRandom
 from memfit.frameworks.torch.trace.loss_hypotheses import (
+    HOLLOW,
     USUAL_IGNORED,
     Hypothesis,
     Loss,
@@ -38,7 +39,10 @@ from memfit.frameworks.torch.trace.loss_hypotheses import (
     contrasted,
     evened,
     has_empty,
+    hollowed,
+    numbers_of,
     shortened,
+    spread,
 )
 from memfit.frameworks.torch.trace.real_runs import restoring
 
@@ -47,6 +51,8 @@ MAX_SAMPLES = 8
 # samples are probed; two, where it takes longer.
 _SAMPLES_BY_COST = ((0.1, MAX_SAMPLES), (0.5, 4))
 _LEAST_SAMPLES = 2
+# So many measurements of each sample are looked at to choose samples that differ.
+_MOST_MEASUREMENTS = 4096
 # Sequences are cut to this length.
 _MAX_POSITIONS = 64
 # Once this much is spent, no further batches are tried.
@@ -73,6 +79,8 @@ class Found:
     weighting: Weighting | None
     reason: str
     origin: Origin
+    is_random: bool = False
+    """Whether the loss draws numbers that no part of a batch gets again, such as an order of its samples."""
 
 
 def find_weighting(
@@ -83,15 +91,16 @@ def find_weighting(
     if obstacle:
         found = _assumed(obstacle)
     else:
-        few = _varied(batch, max_samples)
+        few, numbers = _varied(batch, max_samples), numbers_of(batch)
         with restoring(model, loss):
             _switch_batch_effects_off(model)
-            probe = _Probe(model, loss, few)
+            probe = _Probe(model, loss, few, numbers)
             found = probe.run()
-            if probe.found_nothing:
+            if probe.found_nothing and found.origin is Origin.ASSUMED:
                 # Randomness inside of modules, such as dropout between layers of an LSTM, is off in evaluation mode.
+                # What else differs there, such as a mean over the batch in training alone, is no reason to look there.
                 model.eval()
-                again = _Probe(model, loss, few).run()
+                again = _Probe(model, loss, few, numbers).run()
                 found = again if again.weighting is not None and again.origin is Origin.MEASURED else found
     if found.origin is Origin.ASSUMED and may_be_samples(batch):
         return replace(found, weighting=None, reason=UNKNOWN_LISTS)
@@ -106,7 +115,8 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
 def _varied(batch: Any, most: int) -> Any:
     """A few samples of a batch, of which the second differs from the first in as many integers as any.
 
-    Samples of one class, which are most of a batch where classes are rare, hide that a loss weighs classes.
+    Samples of one class, which are most of a batch where classes are rare, hide that a loss weighs classes; samples
+    that are all complete hide that it leaves out what is missing.
     """
     num_samples = common_first_dimension(batch) or 0
     first = part_of(batch, 0, min(num_samples, most))
@@ -119,10 +129,27 @@ def _varied(batch: Any, most: int) -> Any:
             is_other = (tensor != tensor[:1]).reshape(num_samples, -1).any(1).tolist()
             differing = [number + other for number, other in zip(differing, is_other, strict=True)]
     second = differing.index(max(differing))
-    if second < 2 or most < 2:
+    if most < 2:
         return first
-    order = [0, second, *(number for number in range(1, num_samples) if number != second)][:most]
+    ends = _ends(parted, num_samples) if num_samples > most else []
+    order = list(dict.fromkeys([0, second, *ends, *range(num_samples)]))[:most]
+    if order == list(range(most)):
+        return first
     return map_tensors(batch, lambda tensor: tensor[order] if tensor.dim() else tensor)
+
+
+def _ends(tensors: list[torch.Tensor], num_samples: int) -> list[int]:
+    """The samples with the most and the fewest missing, empty, large and positive measurements of each tensor."""
+    figures: list[list[torch.Tensor]] = [[], [], [], []]
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            rows = tensor.detach().reshape(num_samples, -1)[:, :_MOST_MEASUREMENTS]
+            known = rows.nan_to_num()
+            found = (rows.isnan().sum(1), (known == 0).sum(1), known.mean(1), (known > 0).sum(1))
+            for kind, figure in zip(figures, found, strict=True):
+                kind.append(figure)
+    varied = [figure for kind in figures for figure in kind if bool((figure != figure[0]).any())]
+    return [int(end) for figure in varied for end in (figure.argmax(), figure.argmin())]
 
 
 def _obstacle(model: torch.nn.Module, batch: Any) -> str:
@@ -171,10 +198,13 @@ class _Failed(Exception):
 class _Probe:
     """Runs the loss on parts of a few samples and asks which hypotheses survive."""
 
-    def __init__(self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any, numbers: list[list[int]]
+    ) -> None:
         self._model = model
         self._loss = loss
         self._batch = batch
+        self._numbers = numbers
         self._num_samples = common_first_dimension(batch) or 0
         self._needs_gradients = False
         self._checks_indices = True
@@ -317,6 +347,20 @@ class _Probe:
             found = self._try(batch, other_cut, real.whole)
             if found is not None:
                 yield found
+        yield from self._hollowed_batches(batch, two)
+
+    def _hollowed_batches(self, batch: Any, two: Any) -> Iterator[Observation]:
+        """Batches in which other elements count, where a loss leaves some out by their value."""
+        for value in HOLLOW:
+            found = self._try(hollowed(two, value), 1) if self._has_time() else None
+            if found is not None:
+                yield found
+        # A number may be refused beside others of its sample, which on CUDA is the end of everything.
+        changed = spread(batch, self._numbers) if _is_on_host(self._model, batch) else None
+        if changed is not None and self._has_time():
+            found = self._try(changed, max(1, 3 * (common_first_dimension(changed) or 0) // 8))
+            if found is not None:
+                yield found
 
     def _most_unlike(self, batch: Any) -> Observation | None:
         """The two samples whose losses differ most: there a small term shows that compares samples."""
@@ -363,7 +407,7 @@ class _Probe:
         """Why no hypothesis holds."""
         self.found_nothing = True
         if self._is_random(observation):
-            return _assumed("the loss draws random numbers that can't be held still")
+            return replace(_assumed("the loss draws random numbers that can't be held still"), is_random=True)
         number = observation.num_samples
         if observation.whole.weight is not None:
             text = f"the (loss, weight) of {number} samples is not the weighed mean of those of its parts: check weight"

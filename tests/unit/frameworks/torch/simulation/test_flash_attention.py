@@ -141,3 +141,15 @@ def test_what_the_package_refuses_is_refused(device, dtype, message):
 
         with pytest.raises(RuntimeError, match=message):
             flash_attn_func(*inputs(*[(BATCH, ROWS, HEADS, WIDTH)] * 3, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "message"), [((4, 4), 320, "at most 256"), ((4, 3), 64, "must divide number of heads in query")]
+)
+def test_shapes_that_the_package_refuses_are_refused(heads, width, message):
+    with simulated():
+        from flash_attn import flash_attn_func
+
+        shapes = [(BATCH, ROWS, number, width) for number in (heads[0], heads[1], heads[1])]
+        with pytest.raises(RuntimeError, match=message):
+            flash_attn_func(*inputs(*shapes))

@@ -1,4 +1,5 @@
 import io
+import math
 import random
 
 import pytest
@@ -364,7 +365,7 @@ DOES_NOT_ADD_UP = {
     "hardest triplets": (linear, hardest_triplets, lambda: (features(), classes(0, 2)), COMPARES_SAMPLES),
     "variance of the batch": (linear, with_variance_of_batch, targets, COMPARES_SAMPLES),
     "dice": (lambda: nn.Conv2d(1, 1, 3, padding=1), dice, noisy_images, COMPARES_SAMPLES),
-    "dice of classes": (lambda: nn.Conv2d(3, CLASSES, 3, padding=1), dice_of_classes, pixels, COMPARES_SAMPLES),
+    "dice of classes": (lambda: nn.Conv2d(3, CLASSES, 3, padding=1), dice_of_classes, pixels, "not the count of one tensor"),
     "weights of classes": (
         linear,
         lambda model, batch: functional.cross_entropy(
@@ -683,3 +684,94 @@ def test_a_first_sample_of_which_nothing_counts_hides_nothing():
     two = part_of((words(), labels), 0, 2)
     assert find_weighting(Words(), squared, two).weighting is None
     assert find_weighting(Words(), plain, two).weighting == Weighting("count", "[1]", -100)
+
+
+def complete_at_first(seed, missing):
+    """A batch whose first samples are complete; of the others, elements of the target are missing."""
+    torch.manual_seed(seed)
+    inputs, target = torch.randn(64, 4).double(), torch.rand(64, 6).double() + 0.2
+    target[8:] = torch.where(torch.rand(56, 6) < 0.4, torch.tensor(missing, dtype=torch.float64), target[8:])
+    return inputs, target
+
+
+def masked(keep):
+    def loss(model, batch):
+        kept = keep(batch[1])
+        return (model(batch[0])[kept] - batch[1][kept]).abs().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("keep", "missing"),
+    [
+        (lambda target: target > 0, 0.0),
+        (lambda target: (target > 0.1) & (target < 4.5), 0.0),
+        (lambda target: target > -1.5, -2.0),
+        (torch.isfinite, math.nan),
+    ],
+    ids=["positive", "within a range", "beyond a threshold", "finite"],
+)
+def test_a_mean_over_what_is_not_missing_is_no_mean_over_samples(seed, keep, missing):
+    found = find_weighting(nn.Linear(4, 6).double(), masked(keep), complete_at_first(seed, missing))
+
+    assert found.weighting is None
+    assert "neither the mean nor the sum" in found.reason or "the count of one tensor" in found.reason
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_classes_that_do_not_count_are_seen_where_the_first_samples_have_none(seed):
+    torch.manual_seed(seed)
+    inputs, labels = torch.randn(64, 4), torch.randint(0, 5, (64,))
+
+    def loss(model, batch):
+        each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        counts = (batch[1] > 1).to(each.dtype)
+        return (each * counts).sum() / counts.sum().clamp(min=1)
+
+    assert find_weighting(nn.Linear(4, 5), loss, (inputs, labels)).weighting is None
+
+
+def test_weights_of_samples_are_seen_where_the_first_samples_weigh_alike():
+    torch.manual_seed(1)
+    weights = torch.rand(64)
+    weights[:8] = 1
+
+    def loss(model, batch):
+        each = functional.mse_loss(model(batch[0]), batch[1], reduction="none").mean(1)
+        return (each * batch[2]).sum() / batch[2].sum()
+
+    assert find_weighting(nn.Linear(4, 6), loss, (torch.randn(64, 4), torch.rand(64, 6), weights)).weighting is None
+
+
+class Centred(nn.Module):
+    """Relates the samples of a batch, in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs)
+        return outputs - outputs.mean(0) if self.training else outputs
+
+
+def test_what_relates_samples_in_training_alone_is_not_split():
+    found = find_weighting(
+        Centred(),
+        lambda model, batch: model(batch[0]).sub(batch[1]).square().mean(),
+        (torch.randn(16, 4), torch.rand(16, 6)),
+    )
+
+    assert found.weighting is None
+
+
+def test_a_mixture_of_samples_is_said_to_be_random():
+    def loss(model, batch):
+        other = torch.randperm(len(batch[0]))
+        return (model(batch[0] + batch[0][other]) - batch[1] - batch[1][other]).square().mean()
+
+    found = find_weighting(nn.Linear(4, 6), loss, (torch.randn(16, 4), torch.rand(16, 6)))
+
+    assert found.is_random
