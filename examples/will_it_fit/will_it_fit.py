@@ -20,7 +20,7 @@ def main():
     for op, size_bytes in list(estimate.breakdown.by_op.items())[:3]:
         print(f"  {op:<30}{size_bytes / 2**20:8.0f} MiB")
 
-    print("\nOther batch sizes, computed from the same trace:")
+    print("\nOther batch sizes, from a few traces:")
     for batch_size in (1, 16, 64):
         other = estimate.at_batch(batch_size)
         print(f"  {batch_size:>4}  {other.peak_bytes / GIB:6.2f} GiB  {'fits' if other.fits else 'does not fit'}")

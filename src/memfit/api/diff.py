@@ -24,7 +24,7 @@ STEPS = 10
 
 _RAN = (Outcome.COMPLETED, Outcome.ENDED, Outcome.NO_STEP)
 
-
+# Not with the other results, since every program would load how snapshots are read.
 SnapshotDifference.reporters.use(figures.report, late("memfit.reports.page", "write_page"))
 
 

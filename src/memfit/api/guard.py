@@ -7,7 +7,7 @@ from typing import Any
 
 from memfit.api import plan as planning
 from memfit.api.jobs import is_keras_model, is_torch_module, torch_adapter
-from memfit.core.errors import BadInput
+from memfit.core.errors import BadBatch, BadInput
 from memfit.core.guarding import AUTO, CannotFit, GuardOptions, StepResult, check_counts
 from memfit.core.plan import Plan
 from memfit.core.settings import Settings
@@ -124,21 +124,27 @@ class Guard:
         batches: Iterator[Any] = self._loop.batches.over(loader)
         return batches
 
-    def step(self, loss: Callable[[Any, Any], Any] | None = None, batch: Any = None) -> StepResult:
+    def step(self, loss: Callable[[Any, Any], Any] | None = None, batch: Any = ...) -> StepResult:
         """Forward, backward, and, with the last batch of a window, clipping and the update.
 
         Args:
             loss: takes the model and a batch, returns the scalar loss, or (loss, weight), where the weight is what the
                 loss was divided by, such as the number of tokens; without it each sample counts the same. Or a
                 criterion with a batch (x, y), or None where the model returns its loss.
-            batch: any nesting of tensors.
+            batch: any nesting of tensors; always to be given.
 
         Any other exception leaves the guard without this batch; the rest of its window is run again with the next.
 
         Raises:
             CannotFit: memory ran out and nothing is left to try; everything is as it was before the step.
+            BadBatch: no batch was given; nothing has begun.
         """
         loop, driver = self._loop, self._driver
+        if batch is ...:
+            raise BadBatch(
+                "step needs a batch: guard.step(loss, batch), or guard.step(batch=batch) where the model returns its "
+                "loss."
+            )
         driver.check()
         with loop.window(loss, batch) as entry:
             failures = driver.step(batch)

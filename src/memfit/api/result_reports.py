@@ -7,11 +7,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from memfit.core import verification
 from memfit.core.dryrun import DryRun
 from memfit.core.estimate import Estimate
 from memfit.core.plan import actions
 from memfit.core.supervised import SupervisedRun
+from memfit.core.verification import Verification
 
 
 def use_reports() -> None:
@@ -20,10 +20,8 @@ def use_reports() -> None:
     Estimate.reporters.use(late("memfit.reports.estimate.figures", "format_estimate"), write_page)
     DryRun.reporters.use(late("memfit.reports.dryrun.figures", "report"), write_page)
     SupervisedRun.reporters.use(late("memfit.reports.run.figures", "report"), write_page)
-    verification.reporters.use(
-        late("memfit.reports.verify.figures", "format_verification"),
-        lambda result, path: write_json(result.to_json(), path),
-    )
+    Verification.reporters.describe = late("memfit.reports.verify.figures", "format_verification")
+    Verification.reporters.write_json = write_json
     actions.use(late("memfit.reports.plan.figures", "report"), write_page)
     actions.write_json, actions.apply = write_json, late("memfit.api.plan", "apply_plan")
     format_code = late("memfit.reports.plan.code", "format_code")

@@ -102,7 +102,6 @@ class _Actions(Reporters["Plan"]):
         super().__init__()
         self.code: Callable[[Plan], str] = not_there
         self.apply: Callable[[Plan, Any, Any], Any] = not_there
-        self.write_json: Callable[[dict[str, Any], str], object] = not_there
 
 
 actions = _Actions()

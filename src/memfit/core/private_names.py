@@ -38,11 +38,14 @@ class PrivateNames:
         raise self.gone(places[0].replace(":", "."))
 
     def table(self, paths: Mapping[str, str], known: dict[str, Any]) -> Callable[[str], Any]:
-        """The `__getattr__` of a module: looks a name of `paths` up when it is first used, and keeps it in `known`."""
+        """The `__getattr__` of a module: looks a name of `paths` up when it is first used, and keeps it in `known`.
+
+        `known` is the `globals()` of that module.
+        """
 
         def look_up(name: str) -> Any:
             if name not in paths:
-                raise AttributeError(f"{self.framework} is used by no attribute {name!r} here")
+                raise AttributeError(f"module {known['__name__']!r} has no attribute {name!r}", name=name)
             value = known[name] = self.find(paths[name])
             return value
 

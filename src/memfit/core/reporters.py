@@ -27,11 +27,12 @@ def written(write: Callable[[], object], what: str, path: str | os.PathLike[str]
 
 
 class Reporters(Generic[Result]):
-    """What `print(result)` and `result.report(path)` do; a line about the result until something better is set."""
+    """What printing and writing results do; a line about the result until something better is set."""
 
     def __init__(self) -> None:
         self.describe: Callable[[Result], object] = repr
         self.write_page: Callable[[Result, str], object] = not_there
+        self.write_json: Callable[[dict[str, Any], str], object] = not_there
 
     def use(self, describe: Callable[[Result], object], write_page: Callable[[Result, str], object]) -> None:
         """Sets what is called."""
@@ -42,14 +43,20 @@ class Reporters(Generic[Result]):
         written(lambda: self.write_page(result, os.fspath(path)), "page", path)
 
 
-class Reported(Shown):
-    """A result that `print` shows as its report, and that writes itself as a page."""
+class Printed(Shown):
+    """A result that `print` shows as its report."""
 
     __slots__ = ()
     reporters: ClassVar[Reporters[Any]]
 
     def __str__(self) -> str:
         return str(self.reporters.describe(self))
+
+
+class Reported(Printed):
+    """A result that also writes itself as a page."""
+
+    __slots__ = ()
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the self-contained HTML page of this result, whole or not at all."""

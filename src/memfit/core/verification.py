@@ -7,13 +7,12 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, ClassVar
 
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadFile
 from memfit.core.plain_files import read_plain
-from memfit.core.reporters import Reporters, written
-from memfit.core.shown import Shown
+from memfit.core.reporters import Printed, Reporters, written
 from memfit.core.typed_data import Count, checked, header, made_of, reading
 from memfit.core.units import format_size
 
@@ -94,11 +93,8 @@ def _error(predicted: int | None, measured: int | None) -> float | None:
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
-reporters: Reporters["Verification"] = Reporters()
-
-
 @dataclass(frozen=True, slots=True, repr=False)
-class Verification(Shown):
+class Verification(Printed):
     """A device in hand, measured, and predictions for it beside measurements.
 
     Args:
@@ -119,8 +115,7 @@ class Verification(Shown):
     seconds: float = 0.0
     num_left_out: int = 0
 
-    def __str__(self) -> str:
-        return str(reporters.describe(self))
+    reporters: ClassVar = Reporters[Any]()
 
     def summary(self) -> str:
         """How far predictions were off at most."""
@@ -194,7 +189,7 @@ class Verification(Shown):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as a calibration file, whole or not at all; raises BadFile where that can't be."""
-        written(lambda: reporters.write_page(self, os.fspath(path)), "calibration", path)
+        written(lambda: self.reporters.write_json(self.to_json(), os.fspath(path)), "calibration", path)
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""

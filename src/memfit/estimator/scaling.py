@@ -13,7 +13,7 @@ from memfit.core.timeline import Category, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Timelines of one step at every batch size."""
+    """Timelines of one step at the batch sizes between its traces and, elsewhere than on CUDA, beyond them."""
 
     timeline: Timeline
     """The step at the first of the traced sizes."""

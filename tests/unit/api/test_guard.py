@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import memfit
 from benchmarks.guard_cases import BATCH as BATCH_SIZE
 from benchmarks.guard_cases import MESSAGE, Case, guarded_loop, largest_difference, make
-from memfit.core.errors import BadOptimizer
+from memfit.core.errors import BadBatch, BadOptimizer
 from memfit.core.guarding import BadCheckpoint, BrokenUpdate
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.frameworks.torch.apply.recomputation import ReplacedForward
@@ -500,6 +500,16 @@ def test_the_best_parameters_are_kept(tmp_path):
 def test_bad_arguments_are_refused(options, message):
     with pytest.raises(memfit.BadInput, match=message):
         small(**options)
+
+
+@pytest.mark.parametrize("given", [(), (lambda model, batch: model(batch).mean(),)])
+def test_a_step_without_a_batch_begins_nothing(given):
+    module = torch.nn.Linear(2, 2)
+    guard = memfit.Guard(module, torch.optim.SGD(module.parameters(), lr=0.1), plan=None)
+
+    with pytest.raises(BadBatch, match=r"step needs a batch: guard\.step\(loss, batch\)"):
+        guard.step(*given)
+    assert guard.num_updates == 0 and not guard._torch_loop.transaction.entries
 
 
 def test_objects_that_are_none_of_the_models_are_refused():

@@ -73,7 +73,7 @@ def test_where_there_is_no_room_hopeless_sizes_are_not_compiled(monkeypatch):
     assert step.tried == [2] and step.num_retries == 1 and set(step._loop._programs) == {6, 2}
 
 
-def test_room_is_asked_for_where_an_update_is_not_made_in_place(monkeypatch):
+def test_memory_is_asked_for_where_an_update_is_not_made_in_place(monkeypatch):
     monkeypatch.setattr(loops, "_NEXT_TO_NOTHING", -1)
     params = start()
     step = limited(6)

@@ -5,12 +5,17 @@ import sys
 import pytest
 
 from memfit.api.result_reports import use_reports
+from memfit.catalogue.query import find_device
 from memfit.core import plan as core_plan
+from memfit.core.device import Origin
 from memfit.core.errors import BadFile
 from memfit.core.plan import Plan
+from memfit.core.reporters import Reporters
+from memfit.core.verification import Measured, Verification, read_calibration
 from memfit.reports.page import render_page
 from memfit.reports.plan.code import format_code
 from memfit.reports.plan.figures import report
+from memfit.reports.verify.figures import format_verification
 from tests.unit.reports.plan_builders import make_plan
 
 
@@ -54,6 +59,16 @@ def test_a_place_that_cannot_be_written_is_named(unset, tmp_path):
 def test_whoever_has_a_result_of_memfit_can_print_it(name):
     code = f"import memfit, sys; sys.exit(memfit.{name}.reporters.describe is repr)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_verification_prints_and_saves_as_other_results_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(Verification, "reporters", Reporters())
+    use_reports()
+
+    verification = Verification(find_device("t4"), Origin.SIMULATED, "2026-01-01", Measured(), ())
+    verification.save(tmp_path / "t4.json")
+    assert str(verification) == str(format_verification(verification))
+    assert read_calibration(tmp_path / "t4.json") == verification
 
 
 def test_an_estimate_inside_of_another_result_prints_as_any_other():

@@ -3,7 +3,7 @@
 JAX deletes donated arrays even where the program that they were given to never ran. So the step is two programs: the
 first computes loss and gradients, which is where memory runs out, and donates nothing: it can be run again on the same
 batch, in more parts. The second updates in place and asks for next to nothing; where its compiled form says otherwise,
-it doesn't donate either. Room for what isn't made in place is asked for before it is run, see `memory_request`.
+it doesn't donate either. Memory for what isn't made in place is asked for before it is run, see `memory_request`.
 """
 
 from collections.abc import Callable
@@ -55,8 +55,8 @@ class JaxLoop(GuardedLoop):
         size = check_batch(batch)
         part = part_size(settings_of(batch), size)
         try:
-            program, room = self._program(part)
-            room.ask((structure, trained, fixed, batch))
+            program, request = self._program(part)
+            request.ask((structure, trained, fixed, batch))
             # Errors of the run itself come late: not before the results are waited for.
             value, gradients = jax.block_until_ready(program(structure, trained, fixed, batch))
         except (RuntimeError, ValueError, MemoryError) as error:
@@ -87,16 +87,16 @@ class JaxLoop(GuardedLoop):
         if key not in self._updates:
             update: Any = jax.jit(self._plain.update, donate_argnums=(0, 1)).lower(trained, state, gradients).compile()
             memory = update.memory_analysis()
-            room = None
+            request = None
             if memory is None or beside_arguments(memory) > _NEXT_TO_NOTHING:
                 # An update that leaves the old values where they are.
                 update = jax.jit(self._plain.update)
-                room = MemoryRequest(update)
-            self._updates[key] = update, room
-        update, room = self._updates[key]
+                request = MemoryRequest(update)
+            self._updates[key] = update, request
+        update, request = self._updates[key]
         try:
-            if room is not None:
-                room.ask((trained, state, gradients))
+            if request is not None:
+                request.ask((trained, state, gradients))
             updated: tuple[Any, Any] = jax.block_until_ready(update(trained, state, gradients))
             return updated
         except (RuntimeError, ValueError, MemoryError) as error:

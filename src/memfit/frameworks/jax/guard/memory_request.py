@@ -1,4 +1,4 @@
-"""Room for a compiled step, asked for before it is run.
+"""Memory for a compiled step, asked for before it is run.
 
 A step of JAX that finds no memory is often beyond help: what was donated to it is gone, and on the host XLA ends the
 process when one of its kernels finds none. What a step takes beside its arguments is known before: results and
@@ -48,7 +48,11 @@ class NoRoom(MemoryError):
 
 
 class MemoryRequest:
-    """What the compiled forms of one jitted function take."""
+    """A check before each step of one jitted function that the memory it takes is there.
+
+    Nothing is reserved: what each compiled form takes beside its arguments is remembered, and `ask` raises `NoRoom`
+    where so much can't be had at that moment.
+    """
 
     def __init__(self, function: Any) -> None:
         self._function = function

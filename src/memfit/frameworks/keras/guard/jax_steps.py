@@ -2,7 +2,7 @@
 
 A step is a function of the state, which gives its memory to the new one (donation). JAX takes it when the step is
 handed over, and when the computation then finds no memory, on another thread and later, old and new state are gone. So
-room is asked for before, see `frameworks.jax.guard.memory_request`.
+memory is asked for before, see `frameworks.jax.guard.memory_request`.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class BackendSteps(Steps):
         self._state: Any = None
         self._last: Any = None
         self._jitted: Any = None
-        self._room: MemoryRequest | None = None
+        self._request: MemoryRequest | None = None
 
     def over(self, *arguments: Any) -> Any:
         """The state and an iterator; as many batches as there are steps in an execution."""
@@ -33,14 +33,14 @@ class BackendSteps(Steps):
         return self.train_on(iterator), self._state
 
     def run(self, batch: Any) -> Any:
-        """One compiled step, if there is room for it."""
+        """One compiled step, if the memory for it is there."""
         step = self._compiled()
         if step is None:
             logs, self._state = self._function(self._state, iter([batch]))
         else:
-            if self._room is None:
-                self._room = MemoryRequest(step)
-            self._room.ask((self._state, batch), self.settle)
+            if self._request is None:
+                self._request = MemoryRequest(step)
+            self._request.ask((self._state, batch), self.settle)
             logs, self._state = step(self._state, batch)
         self._last = logs
         return logs
@@ -63,7 +63,7 @@ class BackendSteps(Steps):
 
     def rebuild(self) -> None:
         """The variables get their values back meanwhile, for what changes the model may look at them."""
-        self._jitted = self._room = None
+        self._jitted = self._request = None
         super().rebuild()
 
     def values(self) -> dict[str, Any] | None:

@@ -114,8 +114,12 @@ class Fitted:
         """The greatest number of bytes that waited in host memory at once."""
         return sum(part.host_bytes for part in self._host)
 
-    def step(self, loss: Callable[[Any, Any], Any] | None = None, batch: Any = None) -> torch.Tensor:
+    def step(self, loss: Callable[[Any, Any], Any] | None = None, batch: Any = ...) -> torch.Tensor:
         """Runs one update with the whole batch; returns its loss, detached."""
+        if batch is ...:
+            raise BadBatch(
+                "step needs a batch: step(loss, batch), or step(batch=batch) where the model returns its loss."
+            )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             self._observe(Phase.OPTIMIZER)
             value: torch.Tensor = self.optimizer.step(lambda: self.accumulate(loss, batch))

@@ -59,6 +59,10 @@ _MAX_POSITIONS = 64
 _LIMIT_SECONDS = 4.0
 _MAX_CHANGED_BATCHES = 12
 _OTHER_SEED = 24_007
+# Two samples are unlike where their losses differ by this share of the greater one: a term of 1e-4 that compares
+# samples is then off by more than rounding (1e-5) explains. To find two, so many samples are looked at.
+_UNLIKE = 0.3
+_MAX_COMPARED = 4
 _WHAT_TO_DO = (
     "To split the batch anyway, let the loss function return (loss, weight), where the loss of a batch is the mean of "
     "its parts' losses, weighed by these weights"
@@ -189,6 +193,10 @@ def _switch_batch_effects_off(model: torch.nn.Module) -> None:
 
 def _is_on_host(model: torch.nn.Module, batch: Any) -> bool:
     return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *tensors_in(batch)))
+
+
+def _are_unlike(one: float, other: float) -> bool:
+    return math.isfinite(one) and math.isfinite(other) and abs(one - other) >= _UNLIKE * max(abs(one), abs(other), 1e-9)
 
 
 class _Failed(Exception):
@@ -335,11 +343,16 @@ class _Probe:
         two = part_of(batch, 0, 2)
         # Values that an operator refuses poison a CUDA context, so elsewhere numbers are changed with care.
         found = self._try(contrasted(two, num_classes=None if on_host else self._num_classes), 1)
+        is_compared, second = False, math.nan
         if found is not None:
+            second = found.second.value
+            is_compared = _are_unlike(found.first.value, found.second.value)
             yield found
         if on_host:
-            yield from self._changed_batches(survivors, real)
-        found = self._most_unlike(batch)
+            for changed in self._changed_batches(survivors, real):
+                is_compared |= _are_unlike(changed.first.value, changed.second.value)
+                yield changed
+        found = None if is_compared else self._most_unlike(batch, second)
         if found is not None:
             yield found
         other_cut = max(1, 5 * real.num_samples // 8)
@@ -362,19 +375,28 @@ class _Probe:
             if found is not None:
                 yield found
 
-    def _most_unlike(self, batch: Any) -> Observation | None:
-        """The two samples whose losses differ most: there a small term shows that compares samples."""
-        values: list[float] = []
+    def _most_unlike(self, batch: Any, second: float = math.nan) -> Observation | None:
+        """The first two samples that are unlike, or those that differ most: a small term shows that compares samples.
+
+        `second` is the loss of the second sample, where it is known.
+        """
         num_samples = common_first_dimension(batch) or 0
-        while len(values) < num_samples > 2 and self._has_time():
+        if num_samples < 3:
+            return None
+        values = {1: second} if math.isfinite(second) else {}
+        others = [number for number in range(num_samples) if number not in values]
+        for number in others[:_MAX_COMPARED]:
+            if not self._has_time() or (values and _are_unlike(min(values.values()), max(values.values()))):
+                break
             try:
-                values.append(self._evaluate(batch, len(values), len(values) + 1).value)
+                value = self._evaluate(batch, number, number + 1).value
             except _Failed:
                 return None
-        finite = [value for value in values if math.isfinite(value)]
-        if len(set(finite)) < 2:
+            if math.isfinite(value):
+                values[number] = value
+        if len(set(values.values())) < 2:
             return None
-        ends = [values.index(min(finite)), values.index(max(finite))]
+        ends = [min(values, key=values.__getitem__), max(values, key=values.__getitem__)]
         return self._try(map_tensors(batch, lambda tensor: tensor[ends] if tensor.dim() else tensor), 1)
 
     def _changed_batches(self, survivors: list[Hypothesis], real: Observation) -> Iterator[Observation]:

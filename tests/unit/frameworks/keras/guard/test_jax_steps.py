@@ -41,7 +41,7 @@ def test_batches_are_drawn_one_by_one():
         steps.over(state, batches)
 
 
-def test_room_is_asked_for_before_the_state_is_given_away(monkeypatch):
+def test_memory_is_asked_for_before_the_state_is_given_away(monkeypatch):
     steps = BackendSteps(played(), len)
     steps.install()
     batch = jax.numpy.ones(2)

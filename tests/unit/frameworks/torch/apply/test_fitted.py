@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.core.errors import BadInput, BadLoss
+from memfit.core.errors import BadBatch, BadInput, BadLoss
 from memfit.core.settings import OptimizerKernels, Settings, Weighting
 from memfit.core.timeline import Phase
 from memfit.frameworks.torch.apply import fitted as module_of_fitted
@@ -250,6 +250,13 @@ def test_an_optimizer_that_searches_along_a_line():
     first = fitted.step(subject.loss, subject.batch)
 
     assert fitted.step(subject.loss, subject.batch) < first
+
+
+def test_a_step_needs_a_batch():
+    model = torch.nn.Linear(2, 2)
+    with Fitted(Settings(), model) as fitted, pytest.raises(BadBatch, match=r"step needs a batch: step\(loss, batch\)"):
+        fitted.step(lambda model, batch: model(batch).mean())
+    assert model.weight.grad is None
 
 
 @pytest.mark.parametrize(

@@ -542,7 +542,24 @@ def test_at_most_eight_samples_are_run():
 
     sizes = [int(size) for size in seen.getvalue().split()]
     assert max(sizes) == 8
-    assert len(sizes) <= 20
+    assert len(sizes) <= 16
+
+
+def test_samples_that_are_unlike_already_are_not_looked_for():
+    seen = io.StringIO()
+
+    def loss(model, batch):
+        print(len(batch[0]), file=seen)
+        return classify(model, batch)
+
+    # Half of the first sample's measurements have a loss far from that of the second.
+    scores = nn.Linear(CLASSES, CLASSES, bias=False)
+    nn.init.eye_(scores.weight)
+    labels = classes()
+    batch = 3 * functional.one_hot(labels, CLASSES).float(), labels
+
+    assert find_weighting(scores, loss, batch).weighting == MEAN
+    assert len(seen.getvalue().split()) == 9
 
 
 @pytest.mark.parametrize("others", [[1, 2, 1, 0], [0, 0, 0, 0], [3, 3, 3, 3]])
