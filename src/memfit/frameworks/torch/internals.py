@@ -408,14 +408,12 @@ def breaks_allowed(callback: Any) -> Iterator[None]:
     """In this context what the compiler calls for a frame may make several graphs of it, whatever was asked for."""
     names = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
     convert = next((vars(callback)[name] for name in names if name in vars(callback)), None)
-    if not getattr(convert, "_one_graph", False):
-        yield
-        return
+    asked = getattr(convert, "_one_graph", False)
     _set_known(convert, _one_graph=False)
     try:
         yield
     finally:
-        _set_known(convert, _one_graph=True)
+        _set_known(convert, _one_graph=asked)
 
 
 def load_compiler_tables() -> None:
