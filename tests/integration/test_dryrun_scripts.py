@@ -102,6 +102,8 @@ STYLES = [
     Case("distillation", "distillation.py"),
     Case("lora_finetune", "lora_finetune.py"),
     quick("flex_attention", "modern_attention.py", "--compile --selective"),
+    quick("triton_and_compile", "triton_and_compile.py"),
+    Case("triton_after_compile", "triton_and_compile.py", "--compile-first"),
     Case("flex_attention_uncompiled", "modern_attention.py"),
     Case("nested_sequences", "modern_attention.py", "--attention jagged"),
     Case("packed_sequences", "modern_attention.py", "--attention varlen --selective"),
@@ -296,6 +298,15 @@ def test_takes_its_steps(case, runs):
     check_end(case, done)
     assert done.answer["fits"] is True
     assert done.answer["estimate"]["allocated_peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("case", parameters([case for case in STYLES if case.script == "triton_and_compile.py"]))
+def test_kernels_of_triton_and_of_the_compiler_go_together(case, runs):
+    done = runs(case)
+
+    assert done.answer["num_compiled"] == 1
+    assert "running it once more" not in done.printed
+    assert "not-compiled" not in {note["code"] for note in done.answer["estimate"]["notes"]}
 
 
 @pytest.mark.parametrize("case", parameters(WHOLE))

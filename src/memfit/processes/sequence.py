@@ -48,8 +48,8 @@ def dry_run(
     started = time.perf_counter()
     data = run_child(request, stdout_to_stderr=quiet_output)
     run = DryRun.from_json(data)
-    if run.outcome is Outcome.FAILED and run.num_compiled:
-        announce("the script failed in or after code that was compiled on shapes: running it once more as eager")
+    if run.outcome is Outcome.FAILED and run.compiler_failed:
+        announce("the script failed in code that was compiled on shapes: running it once more as eager")
         request = replace(request, compiles=False)
         again = run_child(request, stdout_to_stderr=quiet_output)
         eager = DryRun.from_json(again)

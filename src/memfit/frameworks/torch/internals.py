@@ -41,6 +41,7 @@ _PATHS = {
     "below_autograd": "torch._C._AutoDispatchBelowAutograd",
     "compile_fx_module": "torch._inductor.compile_fx",
     "CompilerCallback": "torch._dynamo.convert_frame.CatchErrorsWrapper",
+    "CompilerContext": "torch._dynamo.eval_frame._TorchDynamoContext",
     "ConstantFolder": "torch._inductor.constant_folding.ConstantFolder",
     "cpu_vec_isa_module": "torch._inductor.cpu_vec_isa",
     "CudaInterface": "torch._dynamo.device_interface.CudaInterface",
@@ -388,6 +389,31 @@ def never_compiled(function: Callable[..., Any]) -> Iterator[None]:
     finally:
         if not known:
             calls.remove(id(function))
+
+
+def fullgraph_unless(is_on: Callable[[], bool]) -> property:
+    """What stands in for the compiler's own note of `fullgraph=True`: not in force while `is_on`."""
+
+    def value(context: Any) -> bool:
+        return not is_on() and bool(vars(context).get("fullgraph", False))
+
+    def note(context: Any, asked: bool) -> None:
+        vars(context)["fullgraph"] = asked
+
+    return property(value, note)
+
+
+@contextmanager
+def breaks_allowed(callback: Any) -> Iterator[None]:
+    """In this context what the compiler calls for a frame may make several graphs of it, whatever was asked for."""
+    names = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
+    convert = next((vars(callback)[name] for name in names if name in vars(callback)), None)
+    asked = getattr(convert, "_one_graph", False)
+    _set_known(convert, _one_graph=False)
+    try:
+        yield
+    finally:
+        _set_known(convert, _one_graph=asked)
 
 
 def load_compiler_tables() -> None:

@@ -114,6 +114,8 @@ class CompiledSteps:
                     [
                         around(internals.CompilerCallback, "__call__", self._convert, self._is_on),
                         around(internals.OptimizedModule, "_initialize", self._take_module, self._is_on),
+                        # Graphs are broken here where PyTorch breaks none, and code is left out that it compiles.
+                        Replacement(internals.CompilerContext, "fullgraph", internals.fullgraph_unless(self._is_on)),
                     ]
                 ),
             ):
@@ -141,7 +143,8 @@ class CompiledSteps:
         with self._compiling():
             try:
                 self._open()
-                return plain(callback, frame, *arguments)
+                with internals.breaks_allowed(callback):
+                    return plain(callback, frame, *arguments)
             except Exception as error:
                 self._report(NOT_COMPILED, not_compiled(error))
                 return internals.uncompiled_frame()

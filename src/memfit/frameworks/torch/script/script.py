@@ -262,11 +262,12 @@ class ScriptRun:
                 "it started other processes, and what those do on the device is not simulated. "
                 "Let it train in its own process, with --count for several devices"
             )
-        suspicion, scan = "", None
+        suspicion, scan, compiler_failed = "", None, False
         if outcome is Outcome.FAILED and error is not None:
             notes = session.simulation.notes.found.values()
             made_up = [note.source for note in notes if note.code in (fallbacks.STAND_IN, MADE_UP)]
             suspicion = failures.suspicion(error, made_up)
+            compiler_failed = session.compiled.has_begun and failures.is_of_compiler(error)
         if request.largest_first:
             no_loader = "the script reads no torch.utils.data.DataLoader for its steps"
             scan = self.loaders.scan() or Scan(problem=no_loader)
@@ -290,6 +291,7 @@ class ScriptRun:
             seen=self._seen(),
             module=program.module,
             num_compiled=session.compiled.num_graphs,
+            compiler_failed=compiler_failed,
         )
 
     def _seen(self) -> Seen | None:

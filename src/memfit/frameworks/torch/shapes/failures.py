@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memfit.core.errors import BadLoss, MemfitError, StepFailed
+from memfit.core.user_code import PACKAGE_FOLDER
 from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS, SourceNames
 
 _MAX_CHARACTERS = 300
@@ -51,6 +52,15 @@ _SHAPE_ONLY = re.compile(
 _ABOUT_SIZES = re.compile(r"\b(sizes?|shapes?|nnz|dimensions?|elements|split_sizes)\b", re.IGNORECASE)
 # Errors that a program may raise because of a value that it has read.
 _ABOUT_VALUES = (AssertionError, ValueError, ArithmeticError, LookupError, StopIteration, SystemExit)
+
+_COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch")
+# The last is the name of the functions that the compiler writes.
+_COMPILER_FILES = (
+    *(f"{HIDDEN_FOLDERS[0]}{name}{os.sep}" for name in ("_dynamo", "_inductor", "_functorch/_aot_autograd")),
+    os.path.join(PACKAGE_FOLDER, "frameworks", "torch", "compilation", ""),
+    f"{HIDDEN_FOLDERS[0]}compiled_graph",
+)
+_WRAPPERS = f"{HIDDEN_FOLDERS[0]}_dynamo{os.sep}eval_frame.py"
 
 
 @contextmanager
@@ -117,6 +127,24 @@ def suspicion(error: BaseException, stand_ins: Iterable[str]) -> str:
         if read:
             return f"it had read values that stand in for the device's ({read})"
     return ""
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether the compiler failed, or code that it made; not where code that it calls raises an error of its own."""
+    known: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and not any(link is each for each in known):
+        known.append(link)
+        if type(link).__module__.startswith(_COMPILER_MODULES):
+            return True
+        # What fails in it is further in than the program's last line; its wrappers are around uncompiled code, too.
+        for depth, frame in enumerate(reversed(traceback.extract_tb(link.__traceback__))):
+            if frame.filename.startswith(_COMPILER_FILES) and (depth == 0 or frame.filename != _WRAPPERS):
+                return True
+            if not frame.filename.startswith((*HIDDEN_FOLDERS, "<frozen")):
+                break
+        link = link.__cause__ or link.__context__
+    return False
 
 
 def _read_before(frames: Iterable[traceback.FrameSummary], stand_ins: Iterable[str]) -> str:

@@ -43,6 +43,7 @@ def _refusal(name: str) -> ImportError:
 
 
 COMPILED_AS_EAGER = "compiled-as-eager"
+AS_EAGER = "torch.compile was treated as eager execution, which may need more memory"
 
 
 def compilation_replacements(report: Callable[[str, str], None], *, compiles: bool = False) -> list[Replacement]:
@@ -50,7 +51,7 @@ def compilation_replacements(report: Callable[[str, str], None], *, compiles: bo
 
     @cache
     def say_once() -> None:
-        report(COMPILED_AS_EAGER, "torch.compile was treated as eager execution, which may need more memory")
+        report(COMPILED_AS_EAGER, AS_EAGER)
 
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:

@@ -722,3 +722,32 @@ def test_the_peak_is_that_of_the_estimate(children):
 
     expected = estimate.replay.allocated_peak_bytes
     assert child.run.estimate.replay.allocated_peak_bytes == pytest.approx(expected, rel=0.01)
+
+
+COMPILED = """
+import torch
+
+@torch.compile
+def loss(x):
+    return torch.sin(x).sum()
+
+loss(torch.randn(64, device="cuda", requires_grad=True)).backward()
+{then}
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        ("raise ValueError('my own mistake')", False),
+        ("torch.compile(lambda: {}['missing'])()", False),
+        ("raise torch._dynamo.exc.Unsupported('x')", True),
+    ],
+)
+def test_a_failure_of_the_compiler_is_told_from_the_scripts_own(here, then, expected):
+    result, _ = here(COMPILED.format(then=then))
+
+    assert result.outcome is Outcome.FAILED
+    assert result.num_compiled == 1
+    assert result.compiler_failed is expected

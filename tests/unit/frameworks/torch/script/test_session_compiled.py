@@ -5,12 +5,14 @@ import importlib
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from memfit.core.estimate import NOT_COMPILED
 from memfit.core.timeline import Category
 from memfit.frameworks.torch.compilation.compiled_steps import CUDA_GRAPHS
 from memfit.frameworks.torch.compilation.inductor_graphs import POOL_STREAM
 from memfit.frameworks.torch.script.session import UPDATE_AS_EAGER
+from memfit.frameworks.torch.simulation.higher_order import FLEX_AS_FUSED
 from tests.unit.frameworks.torch.sessions import codes, made, running, timeline, visiting
 
 # PyTorch's compiler loads parts of PyTorch that PyTorch deprecates.
@@ -174,6 +176,64 @@ def test_a_compiled_update_is_counted_as_a_step():
 
     assert session.counter.num_steps == 2
     assert codes(session) == [UPDATE_AS_EAGER]
+
+
+def test_attention_that_is_compiled_as_one_graph_runs():
+    with running() as session:
+        attend = torch.compile(flex_attention, fullgraph=True)
+        query = torch.randn(2, 4, 128, 64, device="cuda", requires_grad=True)
+        attend(query, query, query).sum().backward()
+
+    assert codes(session) == [FLEX_AS_FUSED]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        query = torch.sin(self.inner(x)) * 2
+        return torch.cos(flex_attention(query, query, query)) * 2
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_with_attention_may_be_compiled_as_one_graph(fullgraph):
+    with running() as session:
+        model = torch.compile(Attention().cuda(), fullgraph=fullgraph)
+        model(torch.randn(2, 4, 128, 64, device="cuda")).sum().backward()
+
+    assert codes(session) == [FLEX_AS_FUSED]
+    # What is before and after the attention.
+    assert session.compiled.num_graphs == 2
+
+
+def test_an_update_that_is_compiled_as_one_graph_is_counted_as_a_step():
+    with running() as session:
+        parameter = nn.Parameter(torch.ones(4, device="cuda"))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        @torch.compile(fullgraph=True)
+        def update():
+            optimizer.step()
+
+        parameter.sum().backward()
+        update()
+
+    assert session.counter.num_steps == 1
+    assert codes(session) == [UPDATE_AS_EAGER]
+
+
+def test_afterwards_one_graph_is_one_graph():
+    model = Broken()
+    with visiting() as session:
+        compiled = torch.compile(model.cuda(), backend="eager", fullgraph=True)
+        compiled(torch.randn(2, WIDTH).cuda()).sum().backward()
+    assert session.compiled.num_graphs == 0
+    assert session.compiled.has_begun
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(torch.ones(2, WIDTH))
 
 
 def test_a_full_device_refuses_buffers_of_compiled_graphs():

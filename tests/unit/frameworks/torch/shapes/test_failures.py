@@ -5,7 +5,7 @@ from torch import nn
 from memfit.core.errors import BadInput, BadLoss, StepFailed
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.failures import may_reach
-from memfit.frameworks.torch.shapes.origin import SourceNames
+from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS, SourceNames
 from tests.unit.frameworks.torch.builders import line_of, run
 from tests.unit.frameworks.torch.sessions import running
 
@@ -139,6 +139,60 @@ def test_an_error_that_the_simulation_is_the_reason_of_says_what_to_do():
     error = caught(lambda: fail("no fake impl for mine::scale"))
 
     assert failures.one_line(error).endswith("register one with torch.library.register_fake.")
+
+
+def failing_at(name, then=""):
+    """A function that fails, in a file of PyTorch's, or has `then` called."""
+    made = {}
+    text = f"def work(*given):\n    {then or 'raise TypeError(1)'}"
+    exec(compile(text, HIDDEN_FOLDERS[0] + name, "exec"), made)
+    return made["work"]
+
+
+def own_mistake():
+    raise ValueError("my own mistake")
+
+
+def wrapped_compiler():
+    try:
+        failing_at("compiled_graph")()
+    except TypeError:
+        raise RuntimeError("training failed") from None
+
+
+def endless():
+    first, second = ValueError(1), ValueError(2)
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (failing_at("compiled_graph"), True),
+        (failing_at("_inductor/output_code.py"), True),
+        (failing_at("_functorch/_aot_autograd/runtime_wrappers.py"), True),
+        # The compiler's own complaint, and its wrapper around code that isn't compiled.
+        (failing_at("_dynamo/eval_frame.py"), True),
+        (lambda: failing_at("_dynamo/eval_frame.py", "given[0]()")(failing_at("nn/functional.py")), False),
+        (lambda: failing_at("_dynamo/eval_frame.py", "given[0]()")(own_mistake), False),
+        (lambda: failing_at("compiled_graph", "given[0]()")(failing_at("_ops.py")), True),
+        (failing_at("nn/functional.py"), False),
+        (own_mistake, False),
+        (wrapped_compiler, True),
+        (endless, False),
+    ],
+)
+def test_a_failure_is_the_compilers_where_its_code_is_the_last(work, expected):
+    with pytest.raises(Exception) as caught:
+        work()
+
+    assert failures.is_of_compiler(caught.value) is expected
+
+
+def test_the_compilers_own_errors_are_its_own():
+    assert failures.is_of_compiler(torch._dynamo.exc.Unsupported("x"))
+    assert not failures.is_of_compiler(ValueError("x"))
 
 
 def suspected(work, stand_ins=()):

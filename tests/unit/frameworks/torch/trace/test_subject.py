@@ -8,6 +8,7 @@ from memfit.core.errors import BadInput
 from memfit.core.job import Job
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.frameworks.torch.apply.fitted import Fitted
+from memfit.frameworks.torch.shapes.unsimulated import COMPILED_AS_EAGER
 from memfit.frameworks.torch.trace.job import OpenJob
 from memfit.frameworks.torch.trace.subject import Subject
 
@@ -103,3 +104,20 @@ def test_updates_are_measured_where_the_optimizer_is_at_hand():
 @pytest.mark.parametrize("figure", [0, 1])
 def test_the_host_has_rates(figure):
     assert subject_of().host_rates()[figure] > 1e6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_job_is_planned_as_eager_and_says_so():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    batch = torch.randn(16, 8)
+    jobs = Job(model, loss, batch, compile=True), Job(torch.compile(model), loss, batch), Job(model, loss, batch)
+    options = memfit.PlanOptions(measure=False)
+    try:
+        compiled, already, plain = (memfit.plan(job, device="cpu", budget="1GiB", options=options) for job in jobs)
+    finally:
+        # The compiler remembers code that it was not to compile.
+        torch._dynamo.reset()
+
+    assert compiled.subject == plain.subject == "Sequential"
+    said = [[note.code for note in plan.notes].count(COMPILED_AS_EAGER) for plan in (compiled, already, plain)]
+    assert said == [1, 1, 0]
