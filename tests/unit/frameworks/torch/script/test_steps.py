@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.frameworks.torch.script import steps
 from memfit.frameworks.torch.script.steps import EndOfRun, StepCounter, call_before_updates
 from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
