@@ -249,5 +249,56 @@ def test_a_script_that_imports_tensorflow_and_trains_with_pytorch_runs_on_the_si
 
     done, found = dryrun(tmp_path, "tensorflow", "--device", "t4", text=BY_ITSELF)
 
-    assert "trains with PyTorch, not Keras" in done.stderr
+    assert "the script failed without a GPU for PyTorch: it runs once more, on the simulated GPU" in done.stderr
     assert (found.outcome, found.num_steps, done.returncode) == (Outcome.COMPLETED, 3, 0)
+
+
+BOTH = """
+import numpy, keras
+from prepare import prepare
+
+prepare()
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+model.compile("sgd", "mse")
+model.fit(numpy.ones((8, 4), "float32"), numpy.ones((8, 3), "float32"), verbose=0)
+"""
+PREPARE = """
+import torch
+
+def prepare():
+    layer = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    layer(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_update_by_pytorch_does_not_hide_the_fit_that_follows(tmp_path):
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("torch")
+    (tmp_path / "prepare.py").write_text(PREPARE)
+
+    done, found = dryrun(tmp_path, "tensorflow", "--device", "t4", text=BOTH)
+
+    assert "once more" not in done.stderr
+    assert (found.outcome, found.num_steps, found.fits, done.returncode) == (Outcome.COMPLETED, 1, True, 0)
+    assert any(note.code == "keras-first-fit" for note in found.estimate.notes)
+
+
+PREDICTS = """
+import numpy, keras, torch
+
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+model.predict(numpy.ones((8, 4), "float32"), verbose=0)
+"""
+
+
+def test_a_script_that_trains_nothing_and_imports_pytorch_runs_once(tmp_path):
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("torch")
+
+    done, found = dryrun(tmp_path, "tensorflow", "--device", "t4", text=PREDICTS)
+
+    assert "once more" not in done.stderr
+    assert found.error.startswith("the script called no `fit` or `train_on_batch` of a Keras model")
+    assert (found.outcome, done.returncode) == (Outcome.NO_STEP, 5)

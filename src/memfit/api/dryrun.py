@@ -89,8 +89,8 @@ def dryrun(
             ) from error
     try:
         run, too_large = dry_run(request, quiet_output=options.quiet_output, announce=announce)
-    except OnPyTorch:
-        announce("the script trains with PyTorch, not Keras: it runs once more, on the simulated GPU")
+    except OnPyTorch as reason:
+        announce(f"{reason}: it runs once more, on the simulated GPU")
         simulated_target = on_installed_stack(plain_target, installed_stack(), "PyTorch")
         request = replace(request, device=simulated_target, until_fit=False)
         run, too_large = dry_run(request, quiet_output=options.quiet_output, announce=announce)

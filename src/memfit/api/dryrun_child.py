@@ -89,13 +89,22 @@ def main(request_path: str) -> int:
 
 
 def _with_advice(result: DryRun) -> DryRun:
-    """The result of a script that put nothing on the device because it computes with JAX says what to do instead."""
+    """The result of a script that put nothing on the device, and has JAX loaded, says what to do instead."""
     if result.estimate is None or "jax" not in sys.modules:
         return result
-    advice = (
-        "nothing was put on the device: the script computes with JAX, whose programs a dry run doesn't follow. "
-        "memfit.estimate(step, *arguments, device=...) estimates its training step"
-    )
+    others = [name for module, name in (("tensorflow", "TensorFlow"), ("keras", "Keras")) if module in sys.modules]
+    if others:
+        # They load JAX themselves, so that the script need not use it.
+        names = " and ".join(others)
+        advice = (
+            f"nothing was put on the device by PyTorch; {names} and JAX are loaded, and what they compute isn't "
+            "followed on a simulated GPU. memfit.estimate estimates a Keras model, or a training step of JAX"
+        )
+    else:
+        advice = (
+            "nothing was put on the device: the script computes with JAX, whose programs a dry run doesn't follow. "
+            "memfit.estimate(step, *arguments, device=...) estimates its training step"
+        )
     notes = [replace(note, text=advice) if note.code == "nothing-on-device" else note for note in result.estimate.notes]
     return replace(result, estimate=replace(result.estimate, notes=tuple(notes)))
 

@@ -6,6 +6,7 @@ simulated for the script, whose data and model are real; nothing is trained.
 
 import sys
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -35,6 +36,12 @@ _NO_LOOPS = (
     "the script called no `fit` or `train_on_batch` of a Keras model. On PyTorch, custom loops are traced on a "
     "simulated GPU: name one, such as --device t4"
 )
+# What sends a script to the simulated GPU, as the user is told.
+_BACKEND = "the script's Keras runs on PyTorch"
+_UPDATES = "the script updates a PyTorch module, and no Keras model so far"
+_ASKS_FOR_GPU = "the script failed without a GPU for PyTorch"
+# A script may prepare something with PyTorch before it trains with Keras; one that goes on is not trained in earnest.
+_MOST_UPDATES = 20
 
 
 class OnPyTorch(BaseException):
@@ -50,7 +57,9 @@ class KerasScriptRun:
     _turn: Any = None
     _loop: Any = None
     _backend: str = ""
-    _on_torch: bool = False
+    _on_torch: str = ""
+    _num_updates: int = 0
+    _updates: Any = None
 
     def run(self) -> DryRun:
         """Runs the script and says what its first training step needs."""
@@ -61,6 +70,8 @@ class KerasScriptRun:
             run_program(request.script, request.arguments, module=request.module)
         except BaseException as raised:
             error = raised
+        if self._updates is not None:
+            self._updates.remove()
         if self._loop is not None and self._backend == "torch":
             self._loop.close()
         elif self._loop is not None and not self._has_step and not isinstance(error, KeyboardInterrupt):
@@ -69,17 +80,18 @@ class KerasScriptRun:
             # A turn that wasn't gone through to its end is better than none.
             with suppress(FirstTurn):
                 self._loop.close()
-        # The script has come to nothing with Keras, and has no GPU for PyTorch here: it may come further with one.
-        self._on_torch |= "torch" in sys.modules and self._is_simulated and not self._has_step
-        self._on_torch &= not isinstance(error, KeyboardInterrupt)
+        if self._has_step or isinstance(error, KeyboardInterrupt):
+            self._on_torch = ""
+        elif not self._on_torch and self._is_simulated and _asks_for_gpu(error):
+            self._on_torch = _ASKS_FOR_GPU
         if isinstance(error, Exception) and not self._has_step and not self._on_torch:
             print(printable_traceback(error), end="", file=sys.stderr)
         result = self._result(error)
         return replace(result, seconds=time.perf_counter() - started)
 
     @property
-    def on_torch(self) -> bool:
-        """Whether the script, which has ended, uses PyTorch, and is to run on a simulated GPU."""
+    def on_torch(self) -> str:
+        """Why the script, which has ended, is to run on a simulated GPU; "" where it is not."""
         return self._on_torch
 
     @property
@@ -101,20 +113,22 @@ class KerasScriptRun:
 
         self._backend = str(module.backend.backend())
         if self._backend == "torch" and self._is_simulated:
-            self._on_torch = True
-            raise OnPyTorch("Keras runs on PyTorch")
+            self._on_torch = _BACKEND
+            raise OnPyTorch(_BACKEND)
         end_at_fit(module, found)
         self._loop = follow_loops(turned)
 
     def _watch_torch(self, module: ModuleType) -> None:
-        def end() -> None:
-            self._on_torch = True
-            raise OnPyTorch("an update of PyTorch")
+        def updated() -> None:
+            self._on_torch = _UPDATES
+            self._num_updates += 1
+            if self._num_updates > _MOST_UPDATES and not self._has_step:
+                raise OnPyTorch(_UPDATES)
 
         if self._is_simulated:
             from memfit.frameworks.torch.script.steps import call_before_updates
 
-            call_before_updates(end)
+            self._updates = call_before_updates(updated)
 
     def _result(self, error: BaseException | None) -> DryRun:
         request = self._request
@@ -166,6 +180,14 @@ class KerasScriptRun:
             if isinstance(error, Exception):
                 text += f". The iteration ended early with {_said(error)}: what ran before is counted"
         return replace(estimate, notes=(*estimate.notes, Note(code, text)))
+
+
+def _asks_for_gpu(error: BaseException | None) -> bool:
+    """Whether a script ended because PyTorch has no GPU: by PyTorch's own exception, or a check of the script's."""
+    if error is None or "torch" not in sys.modules:
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return "cuda" in f"{error} {frames[-1].line if frames else ''}".lower()
 
 
 def _said(error: BaseException) -> str:

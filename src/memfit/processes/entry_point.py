@@ -5,6 +5,7 @@ the script's text tells whether it trains with Keras, and on which backend.
 """
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -33,7 +34,8 @@ _CHOICE = re.compile(r"KERAS_BACKEND[\"']\]?\s*(?:,|=)\s*[\"'](\w+)[\"']")
 _DEFAULT = "tensorflow"
 # A script that trains with PyTorch, whatever it takes from Keras or TensorFlow: a tokenizer, a data set, a log.
 _TORCH = re.compile(r"^\s*(?:from|import)\s+torch\b(?s:.*)\.backward\(", re.MULTILINE)
-_KERAS_STEP = re.compile(r"GradientTape|value_and_grad|\.train_on_batch\(|(?<!torch)(?<!\bre)\.compile\(")
+# One that may train with Keras as well runs until its first step; running it then tells whether it has one.
+_KERAS_STEP = re.compile(r"GradientTape|value_and_grad|\.train_on_batch\(|\.fit\(|(?<!torch)(?<!\bre)\.compile\(")
 # What starts a script, in a process that then says what it has mapped.
 _MEASURE = """
 import os, importlib, sys
@@ -156,6 +158,7 @@ def keras_backend(script: str, *, module: bool = False) -> str:
             text = file.read()
     except (ImportError, OSError, SyntaxError, UnicodeDecodeError, ValueError):
         return ""
+    text = _without_comments(text)
     if not _IMPORT.search(text):
         return ""
     chosen = _CHOICE.search(text)
@@ -170,3 +173,17 @@ def keras_backend(script: str, *, module: bool = False) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return _DEFAULT
     return configured if isinstance(configured, str) else _DEFAULT
+
+
+def _without_comments(text: str) -> str:
+    """The text of a script without its comments, as far as it is Python."""
+    lines = list(io.StringIO(text))
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column] + "\n"
+    except (SyntaxError, tokenize.TokenError):
+        # What follows a mistake stays as it is.
+        pass
+    return "".join(lines)

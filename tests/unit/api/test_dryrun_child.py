@@ -207,6 +207,27 @@ def test_a_script_of_jax_is_told_what_to_do_and_no_library_is_missed(tmp_path):
     assert "load error" not in done.stderr
 
 
+JAX_LOADED_BY_OTHERS = """
+import sys
+import types
+
+for name in ("jax", "tensorflow", "keras"):
+    sys.modules[name] = types.ModuleType(name)
+"""
+
+
+def test_keras_and_tensorflow_load_jax_which_then_need_not_be_what_a_script_computes_with(tmp_path):
+    request = request_for(tmp_path, JAX_LOADED_BY_OTHERS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "memfit.api.dryrun_child", request]
+    subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    result = DryRun.from_json(json.loads((tmp_path / "result.json").read_text(encoding="utf-8")))
+    (note,) = (note for note in result.estimate.notes if note.code == "nothing-on-device")
+    assert "TensorFlow and Keras and JAX are loaded" in note.text
+    assert "the script computes with JAX" not in note.text
+
+
 @pytest.mark.parametrize(("user", "is_said"), [(0, False), (1000, True)])
 def test_what_others_own_can_not_be_written_and_that_is_said(user, is_said, tmp_path, monkeypatch, capsys):
     # GIVEN a view of the files, which only root's own mapping of users lets write what others own

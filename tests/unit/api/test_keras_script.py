@@ -1,4 +1,4 @@
-"""Scripts that never get to a `fit`: nothing of a framework is loaded. Those that do are integration tests."""
+"""Scripts that never get to a `fit`: nothing of Keras is loaded. Those that do are integration tests."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from memfit.api.devices import resolve
+from memfit.api.keras_script import _ASKS_FOR_GPU as ASKS_FOR_GPU
 from memfit.api.keras_script import _NO_STEP as NO_STEP
 from memfit.core.dryrun import DryRun, Outcome, Request
 
@@ -19,10 +20,10 @@ ROOT = Path(__file__).parents[3]
 def dry(tmp_path):
     """The dry run of a script with this text, until its first fit."""
 
-    def run(text, *arguments):
+    def run(text, *arguments, device="cpu"):
         script, place, result = tmp_path / "train.py", tmp_path / "request.json", tmp_path / "result.json"
         script.write_text(text)
-        request = Request(str(script), False, arguments, resolve("cpu"), result_path=str(result), until_fit=True)
+        request = Request(str(script), False, arguments, resolve(device), result_path=str(result), until_fit=True)
         place.write_text(json.dumps(request.to_json()))
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         command = [sys.executable, "-m", "memfit.api.dryrun_child", str(place)]
@@ -54,3 +55,38 @@ def test_an_exit_code_is_passed_on(dry):
     done, found = dry("import sys; sys.exit(7)")
 
     assert (found.outcome, found.exit_code, done.returncode) == (Outcome.FAILED, 7, 7)
+
+
+UPDATES = """
+import torch
+
+layer = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+for number in range({}):
+    print(number)
+    layer(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "num_updates"),
+    [
+        (UPDATES.format(1), "the script updates a PyTorch module, and no Keras model so far", 1),
+        # One that goes on isn't trained to its end.
+        (UPDATES.format(10**9), "the script updates a PyTorch module, and no Keras model so far", 21),
+        ("import torch\nraise AssertionError('Torch not compiled with CUDA enabled')", ASKS_FOR_GPU, 0),
+        ("import torch\nassert torch.cuda.device_count() > 99", ASKS_FOR_GPU, 0),
+        ("raise AssertionError('CUDA')", "", 0),
+        ("import torch\nraise ValueError('no such file')", "", 0),
+        ("import torch", "", 0),
+    ],
+    ids=["an update", "updates", "no GPU", "a check", "no PyTorch", "a failure", "an import"],
+)
+def test_what_sends_a_script_to_the_simulated_gpu(dry, tmp_path, text, reason, num_updates):
+    pytest.importorskip("torch")
+
+    done, _ = dry(text, device="t4")
+
+    assert json.loads((tmp_path / "result.json").read_text())["on_torch"] == reason
+    assert len(done.stdout.splitlines()) == num_updates

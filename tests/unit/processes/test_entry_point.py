@@ -182,6 +182,12 @@ TRAINS = "import torch\nloss.backward()\n"
         (f"import tensorflow as tf\n{TRAINS}with tf.GradientTape() as tape: pass", "tensorflow"),
         (f"import os, keras\nos.environ['KERAS_BACKEND'] = 'torch'\n{TRAINS}", "torch"),
         ("import tensorflow as tf\nimport torch", "tensorflow"),
+        ("import keras\nimport torch\nmodel.fit()\nx.backward()", "tensorflow"),
+        ("import keras\nimport torch\nmodel.fit(x, y)\n# not loss.backward()", "tensorflow"),
+        ("import keras\nimport torch\nmodel.train(x)  # not loss.backward()", "tensorflow"),
+        ("import keras\n# os.environ['KERAS_BACKEND'] = 'torch'", "tensorflow"),
+        ("import keras\n# os.environ['KERAS_BACKEND'] = 'torch'\nx = (", "tensorflow"),
+        (f"import keras\n{TRAINS}# model.fit(x, y)\nx = '# model.train()'", ""),
     ],
 )
 def test_a_script_that_trains_with_pytorch_may_import_keras(backend, text, expected):

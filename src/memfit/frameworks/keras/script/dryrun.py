@@ -54,9 +54,9 @@ class TorchLoops:
     """On PyTorch, loops are followed on a simulated GPU only: the script ends where it would make its first update."""
 
     def __init__(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        from memfit.frameworks.torch.script.steps import call_before_updates
 
-        self._hook = register_optimizer_step_pre_hook(self._end)
+        self._hook = call_before_updates(self._end)
         self._optimizer = internals.base_optimizer.BaseOptimizer
         self._plain = self._optimizer.apply
         self._optimizer.apply = self._end

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 _PATIENCE = 5
 # Before it makes its optimizer, a program may take passes for another end: an attack, scores for pruning.
@@ -29,9 +30,9 @@ class EndOfRun(SystemExit):
         super().__init__(code)
 
 
-def call_before_updates(action: Callable[[], None]) -> None:
-    """Calls `action` in front of every optimizer's step, on whatever device, from now on."""
-    register_optimizer_step_pre_hook(lambda *given, **named: action())
+def call_before_updates(action: Callable[[], None]) -> RemovableHandle:
+    """Calls `action` in front of every optimizer's step, on whatever device; the handle's `remove()` ends it."""
+    return register_optimizer_step_pre_hook(lambda *given, **named: action())
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.frameworks.torch.script import steps
 from memfit.frameworks.torch.script.steps import EndOfRun, StepCounter, call_before_updates
 from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
@@ -246,19 +245,16 @@ def test_without_an_optimizer_or_a_visible_update_passes_are_the_steps(watched):
     assert (counter.num_steps, counter.num_passes) == (1, 0)
 
 
-def test_the_first_update_is_told_of_before_it_changes_anything(monkeypatch):
-    handles = []
-    register = steps.register_optimizer_step_pre_hook
-    monkeypatch.setattr(steps, "register_optimizer_step_pre_hook", lambda hook: handles.append(register(hook)))
+def test_updates_are_told_of_before_they_change_anything_until_the_handle_is_removed():
     optimizer = make_optimizer()
 
     def end():
         raise EndOfRun
 
-    call_before_updates(end)
+    handle = call_before_updates(end)
     with pytest.raises(EndOfRun):
         optimizer.step()
-    for handle in handles:
-        handle.remove()
-
     assert optimizer.param_groups[0]["params"][0].tolist() == [1, 1]
+
+    handle.remove()
+    optimizer.step()
