@@ -31,7 +31,8 @@ class CoupledRandom(internals.TorchDispatchMode):
     def __init__(self, start: int, stop: int, num_samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._start, self._stop, self._num_samples = start, stop, num_samples
-        self._num_draws = 0
+        self.num_draws = 0
+        """How often numbers were drawn for samples."""
         self.narrowest: torch.dtype = torch.float64
         """The floating-point type of fewest bits that an operator gave."""
         self.checks_indices = True
@@ -120,8 +121,8 @@ class CoupledRandom(internals.TorchDispatchMode):
         # `torch.manual_seed` would do, but imports the compiler.
         generator = torch.cuda.default_generators[device.index or 0] if on_cuda else torch.default_generator
         kept = generator.get_state()
-        self._num_draws += 1
-        generator.manual_seed(self._num_draws)
+        self.num_draws += 1
+        generator.manual_seed(self.num_draws)
         try:
             # Without the user's generator, whose state must not move.
             kwargs = {name: None if name == "generator" else value for name, value in kwargs.items()}

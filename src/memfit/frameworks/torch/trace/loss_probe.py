@@ -100,7 +100,7 @@ def find_weighting(
             _switch_batch_effects_off(model)
             probe = _Probe(model, loss, few, numbers)
             found = probe.run()
-            if probe.found_nothing and found.origin is Origin.ASSUMED:
+            if probe.found_nothing and (probe.draws or found.origin is Origin.ASSUMED):
                 # Randomness inside of modules, such as dropout between layers of an LSTM, is off in evaluation mode.
                 # What else differs there, such as a mean over the batch in training alone, is no reason to look there.
                 model.eval()
@@ -219,6 +219,8 @@ class _Probe:
         self._weighs_classes = False
         self._num_classes = 0
         self.found_nothing = False
+        self.draws = False
+        """Whether numbers were drawn, by the loss or within modules."""
         self._started = time.process_time()
 
     def run(self) -> Found:
@@ -288,6 +290,7 @@ class _Probe:
             else:
                 self._checks_indices &= mode.checks_indices
                 self._weighs_classes |= mode.weighs_classes
+                self.draws |= mode.num_draws > 0
                 self._num_classes = mode.num_classes or mode.num_picked
                 value = Loss.read(result, mode.narrowest)
                 failure = f"the loss function returned {type(result).__name__}, not a scalar tensor"

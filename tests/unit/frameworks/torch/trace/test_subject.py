@@ -112,12 +112,12 @@ def test_a_compiled_job_is_planned_as_eager_and_says_so():
     batch = torch.randn(16, 8)
     jobs = Job(model, loss, batch, compile=True), Job(torch.compile(model), loss, batch), Job(model, loss, batch)
     options = memfit.PlanOptions(measure=False)
-    try:
-        compiled, already, plain = (memfit.plan(job, device="cpu", budget="1GiB", options=options) for job in jobs)
-    finally:
-        # The compiler remembers code that it was not to compile.
-        torch._dynamo.reset()
+    compiled, already, plain = (memfit.plan(job, device="cpu", budget="1GiB", options=options) for job in jobs)
 
     assert compiled.subject == plain.subject == "Sequential"
     said = [[note.code for note in plan.notes].count(COMPILED_AS_EAGER) for plan in (compiled, already, plain)]
     assert said == [1, 1, 0]
+    # The compiler remembers nothing of what it was not to compile meanwhile.
+    estimate = memfit.estimate(jobs[1], device="rtx-3090")
+    assert COMPILED_AS_EAGER not in {note.code for note in estimate.notes}
+    assert any(block.op.startswith("inductor") for block in estimate.timeline.blocks)
