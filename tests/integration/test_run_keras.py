@@ -150,7 +150,9 @@ def test_a_fit_gets_through_where_a_step_does_not_fit(tmp_path, limited, backend
 )
 def test_a_fit_that_the_kernel_kills_trains_the_same(tmp_path, limited, backend, text, batch, words):
     pytest.importorskip(backend)
-    limit_bytes = 1250 * MIB
+    # Batch norms keep a batch whole.
+    needed = {"tensorflow": 1450, "jax": 1450, "torch": 1650}[backend] if words else 1250
+    limit_bytes = needed * MIB
     _, said = kept_alive(tmp_path, limited, backend, text, batch, limit_bytes, *words)
 
     killed = plain(tmp_path, backend, batch, *words, preexec_fn=limited(limit_bytes))
