@@ -72,6 +72,8 @@ def compilation_replacements(report: Callable[[str, str], None], *, compiles: bo
         *([] if compiles else eager),
         # It would look for the state of CUDA graphs.
         Replacement(*_RESET_COMPILER, lambda: None),
+        # They have no steps here, and their module needs a build with CUDA.
+        Replacement(torch.compiler, "cudagraph_mark_step_begin", lambda: None),
         *script_replacements(report),
     ]
 

@@ -138,6 +138,22 @@ def test_where_a_session_does_not_compile_it_is_eager():
     assert peak(whole, compiles=False) == peak(eager)
 
 
+def test_steps_of_cuda_graphs_may_be_marked():
+    def marked(model):
+        compiled = torch.compile(model, mode="reduce-overhead")
+
+        def step(x):
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(x).sum()
+
+        return step
+
+    with running() as session:
+        train(marked)
+
+    assert session.compiled.num_graphs == 1
+
+
 def test_buffers_of_cuda_graphs_are_taken_from_their_pool():
     def overhead(model):
         compiled = torch.compile(model, mode="reduce-overhead")
