@@ -60,14 +60,21 @@ def test_writes_are_counted_where_there_is_a_count():
 
 
 def test_compilation_is_off_inside_and_as_it_was_afterwards():
-    import torch._dynamo
+    compiled = []
 
-    before = torch._dynamo.config.disable
+    def backend(graph, inputs):
+        compiled.append(len(inputs))
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)
     with pytest.raises(KeyError), internals.without_compiler():
-        assert torch._dynamo.config.disable
+        assert double(torch.ones(2)).tolist() == [2, 2]
+        assert not compiled
         raise KeyError
 
-    assert torch._dynamo.config.disable is before
+    # What ran meanwhile is compiled from now on.
+    assert double(torch.ones(2)).tolist() == [2, 2]
+    assert compiled == [1]
 
 
 def test_attention_of_nested_tensors_asks_what_is_named():
