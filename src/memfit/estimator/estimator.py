@@ -50,14 +50,14 @@ _WORKSPACE_DROPPED = Note(
 
 def checked_batch_size(batch_size: Any) -> int:
     """A batch size that is one."""
-    if isinstance(batch_size, bool):
-        raise BadBatch(f"a batch size must be a whole number from 1 up, but {batch_size!r} was given.")
+    # To Python, true and false are numbers.
+    given: Any = None if isinstance(batch_size, bool) else batch_size
     try:
-        size = int(operator.index(batch_size))
+        size = int(operator.index(given))
     except TypeError:
         raise BadBatch(f"a batch size must be a whole number from 1 up, but {batch_size!r} was given.") from None
     if size < 1:
-        raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
+        raise BadBatch(f"a batch size must be at least 1, but {size} was given.")
     if size > _LARGEST_BATCH:
         raise BadBatch(f"a batch size must be at most {_LARGEST_BATCH:,}, but {size:,} was given.")
     return size

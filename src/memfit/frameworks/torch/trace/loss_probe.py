@@ -26,6 +26,7 @@ from memfit.core.settings import Weighting
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.micro_batches import tensor_at
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
+from memfit.frameworks.torch.shapes.failures import text_of
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
 from memfit.frameworks.torch.shapes.stand_in import map_tensors, tensors_in
 from memfit.frameworks.torch.trace.coupled_random import CoupledRandom
@@ -95,16 +96,16 @@ def find_weighting(
     if obstacle:
         found = _assumed(obstacle)
     else:
-        few, numbers = _varied(batch, max_samples), numbers_of(batch)
+        few = _varied(batch, max_samples)
         with restoring(model, loss):
             _switch_batch_effects_off(model)
-            probe = _Probe(model, loss, few, numbers)
+            probe = _Probe(model, loss, few, batch)
             found = probe.run()
             if probe.found_nothing and (probe.draws or found.origin is Origin.ASSUMED):
                 # Randomness inside of modules, such as dropout between layers of an LSTM, is off in evaluation mode.
                 # What else differs there, such as a mean over the batch in training alone, is no reason to look there.
                 model.eval()
-                again = _Probe(model, loss, few, numbers).run()
+                again = _Probe(model, loss, few, batch).run()
                 found = again if again.weighting is not None and again.origin is Origin.MEASURED else found
     if found.origin is Origin.ASSUMED and may_be_samples(batch):
         return replace(found, weighting=None, reason=UNKNOWN_LISTS)
@@ -206,13 +207,11 @@ class _Failed(Exception):
 class _Probe:
     """Runs the loss on parts of a few samples and asks which hypotheses survive."""
 
-    def __init__(
-        self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any, numbers: list[list[int]]
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], batch: Any, whole: Any) -> None:
         self._model = model
         self._loss = loss
         self._batch = batch
-        self._numbers = numbers
+        self._whole = whole  # the batch that the samples are from
         self._num_samples = common_first_dimension(batch) or 0
         self._needs_gradients = False
         self._checks_indices = True
@@ -284,7 +283,7 @@ class _Probe:
             try:
                 result = self._loss(self._model, part)
             except Exception as error:
-                text = " ".join(str(error).split())[:200]
+                text = text_of(error)[:200]
                 number = "" if start == 0 and stop == num_samples else f" on a part of {stop - start} samples"
                 failure, value = f"the loss can't be computed{number} ({type(error).__name__}: {text})", None
             else:
@@ -363,17 +362,17 @@ class _Probe:
             found = self._try(batch, other_cut, real.whole)
             if found is not None:
                 yield found
-        yield from self._hollowed_batches(batch, two)
+        yield from self._hollowed_batches(batch, two, on_host=on_host)
 
-    def _hollowed_batches(self, batch: Any, two: Any) -> Iterator[Observation]:
+    def _hollowed_batches(self, batch: Any, two: Any, *, on_host: bool) -> Iterator[Observation]:
         """Batches in which other elements count, where a loss leaves some out by their value."""
         for value in HOLLOW:
             found = self._try(hollowed(two, value), 1) if self._has_time() else None
             if found is not None:
                 yield found
         # A number may be refused beside others of its sample, which on CUDA is the end of everything.
-        changed = spread(batch, self._numbers) if _is_on_host(self._model, batch) else None
-        if changed is not None and self._has_time():
+        changed = spread(batch, numbers_of(self._whole)) if on_host and self._has_time() else None
+        if changed is not None:
             found = self._try(changed, max(1, 3 * (common_first_dimension(changed) or 0) // 8))
             if found is not None:
                 yield found
