@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.browser import Browser
+
 # Before any framework is imported: a test that would download weights fails at once and says why.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -122,12 +124,12 @@ def pytest_runtest_setup(item):
         pytest.skip("no CUDA device")
 
 
-@pytest.fixture
-def browser_path() -> str:
-    path = find_browser()
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH")
-    return path
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """A browser shared by the tests of a file."""
+    browser = Browser(find_browser(), tmp_path_factory.mktemp("chromium") / "profile")
+    yield browser
+    browser.close()
 
 
 @pytest.fixture

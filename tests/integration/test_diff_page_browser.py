@@ -4,17 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from memfit.reports.page import write_page
 from memfit.snapshots.difference import Group, Kind, Levels, SnapshotDifference
-from tests.integration.test_page_browser import CHROMIUM, NAMES, Browser
+from tests.browser import Browser
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: none of {', '.join(NAMES)} is on PATH"),
-]
+pytestmark = pytest.mark.browser
 
 
-def test_tables_and_names_as_text(tmp_path: Path) -> None:
+def test_tables_and_names_as_text(browser: Browser, tmp_path: Path) -> None:
     groups = (
         Group(
             Kind.MISSING, "aten.sum", "<b id=planted>net.py</b>:3", "", "gpu_reduce_kernel", 5, 5000, ((1000, 5),), 1000
@@ -23,18 +19,11 @@ def test_tables_and_names_as_text(tmp_path: Path) -> None:
     )
     levels = Levels(1000, 0, 2**30, 2**30, 2**30)
     result = SnapshotDifference("s.pickle", "train.py", "a GPU", levels, levels, 995, 0, groups, True, 1, 0, 2, False)
-    browser = Browser(tmp_path / "profile")
-    try:
-        browser.resize(1280, 1200)
-        browser.open(write_page(result, tmp_path / "diff.html"))
+    browser.show(result, tmp_path)
 
-        assert browser.problems == []
-        assert len(browser.requests) == 1
-        assert browser.text("#headline") == "memfit diff: s.pickle"
-        # Memory, and a table for each kind that there is.
-        assert browser.count("#groups table") == 3
-        assert browser.count("#groups tbody tr") == 6
-        assert browser.count("#planted") == 0
-        assert "<b id=planted>net.py" in browser.text("#groups")
-    finally:
-        browser.close()
+    assert browser.text("#headline") == "memfit diff: s.pickle"
+    # Memory, and a table for each kind that there is.
+    assert browser.count("#groups table") == 3
+    assert browser.count("#groups tbody tr") == 6
+    assert browser.count("#planted") == 0
+    assert "<b id=planted>net.py" in browser.text("#groups")

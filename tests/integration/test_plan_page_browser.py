@@ -1,40 +1,19 @@
 """The page of a plan in a real browser: the front, both timelines, the code and its button."""
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from memfit.core.estimate import Note
-from memfit.core.plan import Plan, Point, Refusal
+from memfit.core.plan import Point, Refusal
 from memfit.core.settings import Settings
-from memfit.reports.page import write_page
 from memfit.reports.plan.code import format_code
-from tests.integration.test_page_browser import CHROMIUM, NAMES, Browser
+from tests.browser import Browser
 from tests.unit.reports.plan_builders import MOVES, make_easy_plan, make_plan, make_small_plan
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: none of {', '.join(NAMES)} is on PATH"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser shared by the tests of this file."""
-    browser = Browser(tmp_path_factory.mktemp("chromium") / "profile")
-    yield browser
-    browser.close()
-
-
-def show(browser: Browser, plan: Plan, folder: Path, width: int = 1280) -> Browser:
-    browser.resize(width, 3600)
-    browser.open(write_page(plan, folder / "plan.html"))
-    assert browser.problems == []
-    assert len(browser.requests) == 1
-    return browser
+pytestmark = pytest.mark.browser
 
 
 def texts(page: Browser, selector: str) -> list[str]:
@@ -53,7 +32,7 @@ def hidden(page: Browser, name: str) -> bool:
 
 
 def test_head_and_moves(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
 
     assert page.text("#badge").endswith("fits")
     assert page.text("#verdict") == "1.13 GiB -> 900.0 MiB (simulated), budget 900.0 MiB"
@@ -65,7 +44,7 @@ def test_head_and_moves(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_the_front_has_every_plan_and_the_budget(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
 
     assert page.count("circle.point") == 10
     assert page.count("circle.point.chosen") == 1
@@ -81,7 +60,7 @@ def test_the_front_has_every_plan_and_the_budget(browser: Browser, tmp_path: Pat
 
 
 def test_less_memory_is_left_and_less_time_below(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
 
     places = page.run(
         "[...document.querySelectorAll('circle.point:not(.chosen)')]"
@@ -94,7 +73,7 @@ def test_less_memory_is_left_and_less_time_below(browser: Browser, tmp_path: Pat
 
 def test_times_far_apart_have_a_logarithmic_scale(browser: Browser, tmp_path: Path) -> None:
     front = tuple(dataclasses.replace(point, seconds=0.02 * 2**index) for index, point in enumerate(make_plan().front))
-    page = show(browser, make_plan(front=front), tmp_path)
+    page = browser.show(make_plan(front=front), tmp_path)
 
     heights = page.run(
         "[...document.querySelectorAll('circle.point')].map(c => +c.getAttribute('cy')).sort((a, b) => a - b)"
@@ -104,11 +83,11 @@ def test_times_far_apart_have_a_logarithmic_scale(browser: Browser, tmp_path: Pa
     assert "logarithmic" in page.text("#plot text.strong")
     assert {"50 ms", "1 s", "10 s"} <= set(texts(page, "#plot text"))
 
-    assert "logarithmic" not in show(browser, make_plan(), tmp_path).text("#plot text.strong")
+    assert "logarithmic" not in browser.show(make_plan(), tmp_path).text("#plot text.strong")
 
 
 def test_pointing_at_a_plan_names_it(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
     page.mouse("mouseMoved", *middle(page, "circle.point.chosen"))
 
     tip = page.text("#tip")
@@ -119,7 +98,7 @@ def test_pointing_at_a_plan_names_it(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_arrows_move_between_plans(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
     page.run("document.getElementById('front').focus()")
     page.press("ArrowLeft")
     assert page.text("#tip").startswith("4 micro-batches, recompute")
@@ -133,7 +112,7 @@ def test_arrows_move_between_plans(browser: Browser, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_labels_of_the_front_do_not_overlap(browser: Browser, tmp_path: Path, width: int) -> None:
-    page = show(browser, make_plan(), tmp_path, width)
+    page = browser.show(make_plan(), tmp_path, width)
 
     boxes = page.run(
         "[...document.querySelectorAll('#plot text')].map(text => text.getBoundingClientRect())"
@@ -150,7 +129,7 @@ def test_labels_of_the_front_do_not_overlap(browser: Browser, tmp_path: Path, wi
 
 
 def test_both_timelines_have_one_scale(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
 
     titles = texts(page, ".timeline h3")
     assert [title.split(":")[0] for title in titles] == ["Before", "After"]
@@ -167,7 +146,7 @@ def test_both_timelines_have_one_scale(browser: Browser, tmp_path: Path) -> None
 
 
 def test_categories_are_drawn_in_proportion(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
 
     widths = page.run("[...document.querySelectorAll('#categories tr:last-child .pair span')].map(s => s.offsetWidth)")
     assert widths[1] / widths[0] == pytest.approx(900 / 1160, rel=0.02)
@@ -175,7 +154,7 @@ def test_categories_are_drawn_in_proportion(browser: Browser, tmp_path: Path) ->
 
 
 def test_the_code_can_be_copied(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
     assert page.text("#code") == format_code(make_plan())
 
     # A page in the background has no clipboard; what is selected then is what is copied.
@@ -189,7 +168,7 @@ def test_the_code_can_be_copied(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_without_times_there_is_a_list_only(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_small_plan(), tmp_path)
+    page = browser.show(make_small_plan(), tmp_path)
 
     assert page.text("#badge").endswith("does not fit")
     assert hidden(page, "front")
@@ -199,7 +178,7 @@ def test_without_times_there_is_a_list_only(browser: Browser, tmp_path: Path) ->
 
 
 def test_a_step_that_fits_has_little_to_show(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_easy_plan(), tmp_path)
+    page = browser.show(make_easy_plan(), tmp_path)
 
     assert hidden(page, "moves-section")
     assert hidden(page, "front-section")
@@ -209,13 +188,13 @@ def test_a_step_that_fits_has_little_to_show(browser: Browser, tmp_path: Path) -
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_is_wider_than_the_window(browser: Browser, tmp_path: Path, width: int) -> None:
-    page = show(browser, make_plan(), tmp_path, width)
+    page = browser.show(make_plan(), tmp_path, width)
 
     assert page.run("document.documentElement.scrollWidth") <= width
 
 
 def test_a_new_width_is_drawn_anew(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_plan(), tmp_path)
+    page = browser.show(make_plan(), tmp_path)
     page.resize(500, 3600)
     page.run("new Promise(done => setTimeout(done, 100))")
 
@@ -231,7 +210,7 @@ def test_names_are_text(browser: Browser, tmp_path: Path) -> None:
         subject=evil, moves=(move,), front=front, refused=(Refusal(evil, evil),), notes=(Note(evil, evil, evil),)
     )
 
-    page = show(browser, plan, tmp_path)
+    page = browser.show(plan, tmp_path)
     page.mouse("mouseMoved", *middle(page, "circle.point"))
 
     assert page.count("img") == 0

@@ -1,38 +1,18 @@
 """The page of a dry run in a real browser: what happened to the script, in each kind of end."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from memfit.core.dryrun import DryRun, Outcome
-from memfit.reports.page import write_page
-from tests.integration.test_page_browser import CHROMIUM, NAMES, Browser
+from memfit.core.dryrun import Outcome
+from tests.browser import Browser
 from tests.unit.reports.run_builders import ADVICE, make_dead_run, make_failure, make_run, make_scan
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: none of {', '.join(NAMES)} is on PATH"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser shared by the tests of this file."""
-    browser = Browser(tmp_path_factory.mktemp("chromium") / "profile")
-    yield browser
-    browser.close()
-
-
-def show(browser: Browser, run: DryRun, folder: Path) -> Browser:
-    browser.resize(1280, 1600)
-    browser.open(write_page(run, folder / "run.html"))
-    assert browser.problems == []
-    return browser
+pytestmark = pytest.mark.browser
 
 
 def test_a_script_that_died(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_dead_run(), tmp_path)
+    page = browser.show(make_dead_run(), tmp_path)
 
     assert page.text("#badge").endswith("does not fit")
     assert "would run out of memory on" in page.text("#verdict")
@@ -44,7 +24,7 @@ def test_a_script_that_died(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_a_script_that_runs_has_no_section_to_fill(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_run(), tmp_path)
+    page = browser.show(make_run(), tmp_path)
 
     assert page.run("document.getElementById('run').hidden") is True
     assert page.run("document.getElementById('host-section').hidden") is True
@@ -53,7 +33,7 @@ def test_a_script_that_runs_has_no_section_to_fill(browser: Browser, tmp_path: P
 
 
 def test_a_scan(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_run(scan=make_scan(), advice=ADVICE, redirected={"a.pt": "b/a.pt"}), tmp_path)
+    page = browser.show(make_run(scan=make_scan(), advice=ADVICE, redirected={"a.pt": "b/a.pt"}), tmp_path)
 
     titles = page.run("[...document.querySelectorAll('#run h3')].map(e => e.textContent)")
     assert titles == [
@@ -65,7 +45,7 @@ def test_a_scan(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_a_script_that_failed(browser: Browser, tmp_path: Path) -> None:
-    page = show(browser, make_run(outcome=Outcome.FAILED, num_steps=1, error="ValueError: no"), tmp_path)
+    page = browser.show(make_run(outcome=Outcome.FAILED, num_steps=1, error="ValueError: no"), tmp_path)
 
     assert page.text("#badge").endswith("failed")
     assert page.text("#run li").startswith("until then: peak")
@@ -75,7 +55,7 @@ def test_names_are_text(browser: Browser, tmp_path: Path) -> None:
     evil = "<img src=x onerror='window.hit=1'>"
     run = make_dead_run(script=evil, failures=(make_failure(code=evil, message=evil, by_category={evil: 1}),))
 
-    page = show(browser, run, tmp_path)
+    page = browser.show(run, tmp_path)
 
     assert page.count("img") == 0
     assert page.run("window.hit") is None
@@ -83,7 +63,7 @@ def test_names_are_text(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_tables_scroll_where_there_is_no_room(browser: Browser, tmp_path: Path) -> None:
-    show(browser, make_dead_run(), tmp_path)
+    browser.show(make_dead_run(), tmp_path)
     browser.resize(420, 900)
 
     assert browser.run("document.documentElement.scrollWidth <= window.innerWidth") is True
