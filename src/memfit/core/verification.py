@@ -4,16 +4,16 @@ Saved, it is the calibration of that device: what `memfit.calibrate` writes, and
 """
 
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadFile
 from memfit.core.plain_files import read_plain
 from memfit.core.reporters import Printed, Reporters, written
-from memfit.core.typed_data import Count, checked, header, made_of, reading
+from memfit.core.typed_data import Count, Saved
 from memfit.core.units import format_size
 
 _MOST_BYTES = 2**20
@@ -94,7 +94,7 @@ def _error(predicted: int | None, measured: int | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Verification(Printed):
+class Verification(Saved, Printed):
     """A device in hand, measured, and predictions for it beside measurements.
 
     Args:
@@ -116,6 +116,7 @@ class Verification(Printed):
     num_left_out: int = 0
 
     reporters: ClassVar = Reporters[Any]()
+    saved_as = "verification", "a calibration"
 
     def summary(self) -> str:
         """How far predictions were off at most."""
@@ -191,18 +192,13 @@ class Verification(Printed):
         """Writes it as a calibration file, whole or not at all; raises BadFile where that can't be."""
         written(lambda: self.reporters.write_json(self.to_json(), os.fspath(path)), "calibration", path)
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain structure that `json` can write, and `from_json` read back."""
-        return {**header("verification"), **asdict(self)}
-
     @classmethod
-    def from_json(cls, data: Any) -> "Verification":
+    def from_json(cls, data: Any) -> Self:
         """What `to_json` wrote, from its structure or its text."""
-        with reading(data, "verification", "a calibration") as plain:
-            result = checked(made_of(cls, plain), "a calibration")
-            if result.device.stack is not None and len(result.device.stack.torch) < 2:
-                raise BadFile("not a calibration written by memfit: device.stack.torch is no version, such as [2, 4].")
-            return result
+        result = super(Verification, cls).from_json(data)
+        if result.device.stack is not None and len(result.device.stack.torch) < 2:
+            raise BadFile("not a calibration written by memfit: device.stack.torch is no version, such as [2, 4].")
+        return result
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:

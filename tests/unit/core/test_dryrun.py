@@ -63,7 +63,7 @@ def test_json_says_what_the_command_line_does():
         ({}, "not a dry run written by memfit: KeyError: 'format'"),
         ({"format": "memfit.dryrun", "version": 9}, "expected a memfit.dryrun of version 1, got memfit.dryrun 9"),
         ({"format": "memfit.estimate", "version": 1}, "got memfit.estimate 1"),
-        ({**make_run().to_json(), "outcome": "sideways"}, "ValueError: 'sideways'"),
+        ({**make_run().to_json(), "outcome": "sideways"}, "outcome is 'sideways', and Outcome was expected"),
         ({**make_run().to_json(), "estimate": {}}, "not an estimate written by memfit"),
         ([], "TypeError"),
     ],
