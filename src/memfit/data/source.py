@@ -20,6 +20,8 @@ from memfit.core.errors import BadFile, BadInput
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _T = TypeVar("_T")
+LARGE_BLOCK_BYTES = 4 << 20
+"""A window of an ordinary budget holds only a few dozen blocks that are larger than this."""
 # What a parent process has open, which a forked child may neither use nor close.
 _abandoned: list[object] = []
 
@@ -56,6 +58,15 @@ class Layout:
     is_sequential: bool = False
     is_by_sample: bool = False  # each sample is read by itself: the source is a SampleSource
     reason: str = ""  # why it is sequential, as a sentence for people
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a source stores its samples, for people."""
+
+    lines: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what is worth changing
+    is_text: bool = False  # numbers are stored as text, so that their types are the reader's
 
 
 class Source:
@@ -103,6 +114,10 @@ class Source:
 
     def close(self) -> None:
         """Closes what this process has opened; a later read opens it again."""
+
+    def storage(self) -> Storage:
+        """How it is stored, from headers alone."""
+        return Storage()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

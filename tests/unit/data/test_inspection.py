@@ -1,6 +1,5 @@
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +7,8 @@ import pytest
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import MIB
 from memfit.data import inspection
-from memfit.data.inspection import inspect_data, storage_of
-from memfit.data.source import Field
+from memfit.data.inspection import inspect_data
+from memfit.data.sources.opening import open_source
 
 VALUES = np.random.default_rng(0).standard_normal((3000, 100))
 
@@ -205,31 +204,42 @@ def test_columns_that_were_asked_for_are_not_left_out(folder):
             inspect_data(source, **options)
 
 
-X = Field("x", np.dtype("f4"), (64, 64))
 ZEROS = np.zeros((300, 64, 64), "f4")
 
 
 def test_npy(tmp_path):
     np.save(tmp_path / "x.npy", ZEROS)
 
-    assert storage_of([tmp_path / "x.npy"], [X]).lines == (".npy: samples one after the other, without compression",)
+    assert open_source(tmp_path / "x.npy").storage().lines == (
+        ".npy: samples one after the other, without compression",
+    )
 
 
 def test_npy_in_fortran_order(tmp_path):
     np.save(tmp_path / "x.npy", np.asfortranarray(ZEROS))
 
-    assert "each sample scattered over the file" in storage_of([tmp_path / "x.npy"], [X]).lines[0]
+    assert "each sample scattered over the file" in open_source(tmp_path / "x.npy").storage().lines[0]
+
+
+def test_all_files_of_a_pair_are_described(tmp_path):
+    np.save(tmp_path / "x.npy", ZEROS)
+    np.savez(tmp_path / "y.npz", y=ZEROS[:, 0, 0])
+
+    assert open_source({"a": tmp_path / "x.npy", "b": tmp_path / "y.npz"}, labels="b").storage().lines == (
+        ".npy: samples one after the other, without compression",
+        "y: a member of the archive, without compression, read in place",
+    )
 
 
 def test_members_of_an_archive_are_told_apart(tmp_path):
     np.savez(tmp_path / "x.npz", x=ZEROS)
     np.savez_compressed(tmp_path / "packed.npz", x=ZEROS)
 
-    assert storage_of([tmp_path / "x.npz"], [X]).lines == (
+    assert open_source(tmp_path / "x.npz").storage().lines == (
         "x: a member of the archive, without compression, read in place",
     )
-    assert storage_of([tmp_path / "packed.npz"], [X]).lines == (
-        "x: a compressed member of the archive, 0% of its size",
+    assert open_source(tmp_path / "packed.npz").storage().lines == (
+        "x: a member of the archive, compressed to 0% of its size",
     )
 
 
@@ -253,7 +263,7 @@ def test_chunks_of_hdf5(tmp_path, options, line, warnings):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=ZEROS, **options)
 
-    found = storage_of([tmp_path / "x.h5"], [X])
+    found = open_source(tmp_path / "x.h5").storage()
 
     assert found.lines == (line,)
     assert len(found.warnings) == len(warnings)
@@ -269,7 +279,7 @@ def test_row_groups_of_parquet(tmp_path, size, is_warned):
     values = np.random.default_rng(0).standard_normal(10**6)
     parquet.write_table(pyarrow.table({"a": values}), tmp_path / "x.parquet", row_group_size=size, compression="snappy")
 
-    found = storage_of([tmp_path / "x.parquet"], [Field("features", np.dtype("f8"), (1,))])
+    found = open_source(tmp_path / "x.parquet").storage()
 
     assert " of up to " in found.lines[0]
     assert found.lines[0].endswith(f"{size} rows in the first; snappy")
@@ -280,18 +290,10 @@ def test_text_is_converted_once(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_SPOOL", "there")
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
 
-    found = storage_of([tmp_path / "x.csv", tmp_path / "x.csv"], [])
+    found = open_source([tmp_path / "x.csv", tmp_path / "x.csv"]).storage()
 
     assert found.is_text
     assert found.lines == (
         "text, one line a sample; converted once to Arrow in 'there', and read from there "
         "(2 files; the first is described)",
     )
-
-
-def test_nothing_is_said_of_what_can_not_be_looked_at(tmp_path):
-    (tmp_path / "x.h5").write_bytes(b"no HDF5")
-    (tmp_path / "x.npz").write_bytes(b"no archive")
-
-    for path in (tmp_path / "x.h5", tmp_path / "x.npz", tmp_path / "nothing", tmp_path, Path("s3:/x")):
-        assert storage_of([path], [X]).lines == ()

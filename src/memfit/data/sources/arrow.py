@@ -19,7 +19,7 @@ import numpy as np
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import MIB
 from memfit.data.files import ByteFile, open_file, read_bytes
-from memfit.data.source import Array, PerThread
+from memfit.data.source import Array, PerThread, Storage
 from memfit.data.sources.tables import Names, TableSource, describe_type, load, reason_of
 
 _MAGIC = b"ARROW1"
@@ -132,6 +132,10 @@ class ArrowSource(TableSource):
         """Gives the kernel's pages of these samples' batches back."""
         for number, _, _ in self._blocks(start, stop):
             self._file.drop(*self._contents.places[number].tolist())
+
+    def storage(self) -> Storage:
+        """As batches."""
+        return Storage(("Arrow: record batches, each read as a whole",))
 
     def close(self) -> None:
         """Closes the file in this process; a later read opens it again."""

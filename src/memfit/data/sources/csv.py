@@ -25,10 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from memfit.core.env import spool_folder
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import KIB, MIB, format_size
-from memfit.data.files import BlockReader, ByteFile, absolute, fingerprint_of, is_remote, open_file, stat_of
+from memfit.data.files import BlockReader, ByteFile, absolute, fingerprint_of, is_remote, open_file, read_bytes, stat_of
 from memfit.data.journal import Journal, write_whole
+from memfit.data.source import Storage
 from memfit.data.sources.arrow import ArrowSource
 from memfit.data.sources.csv_dialect import MISSING, Dialect, find_dialect
 from memfit.data.sources.joined import Passing
@@ -115,10 +117,16 @@ class CsvSource(Passing):
         self.paths = (Path(source.name),)
         self.name = file.name
         self._fingerprint = fingerprint_of([place], "csv", chosen)
+        self._is_packed = read_bytes(file, 0, 2) == _GZIP_MAGIC
 
     def fingerprint(self) -> str:
         """Changes with the file, and with what is chosen of it."""
         return self._fingerprint
+
+    def storage(self) -> Storage:
+        """As text."""
+        text = "text, compressed with gzip" if self._is_packed else "text, one line a sample"
+        return Storage((f"{text}; converted once to Arrow in {spool_folder()!r}, and read from there",), is_text=True)
 
 
 def _open_converted(folder: Path, parts: Sequence[Part]) -> ArrowSource | None:

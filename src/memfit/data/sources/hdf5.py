@@ -11,6 +11,7 @@ each process opens the file for itself.
 """
 
 import contextlib
+import math
 import os
 import threading
 import zlib
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
+from memfit.core.units import format_size
 from memfit.data.files import LocalFile, absolute, fingerprint_of, is_remote
 from memfit.data.remote_files import as_file
-from memfit.data.source import Array, Layout, PerThread, Source
+from memfit.data.source import LARGE_BLOCK_BYTES, Array, Layout, PerThread, Source, Storage
 from memfit.data.sources.hdf5_contents import (
     MOST_METADATA_BYTES,
     PIECE_BYTES,
@@ -257,6 +259,36 @@ class Hdf5Source(Source):
                 opened.file.close()
         if self._local is not None:
             self._local.close()
+
+    def storage(self) -> Storage:
+        """Chunks and compression of each dataset."""
+        lines: list[str] = []
+        warnings: list[str] = []
+        for dataset, handle in zip(self._datasets, self._opened.get(self._open).handles, strict=True):
+            name, opened, chunks = dataset.path, handle.opened, dataset.chunks
+            if chunks is None:
+                lines.append(f"{name}: in one piece, without compression")
+                continue
+            share = opened.id.get_storage_size() / max(1, opened.nbytes)
+            method = f"compressed with {opened.compression} to {share:.0%}"
+            if opened.compression is None:
+                # Filters that h5py has no name for.
+                method = "other filters" if dataset.is_filtered else "no compression"
+            lines.append(f"{name}: chunks of {list(chunks)}, {format_size(dataset.chunk_bytes)}, {method}")
+            across = math.prod(dataset.chunk_grid)
+            if across > 1:
+                warnings.append(
+                    f"the chunks of {name!r} cut across samples: one sample lies in {across} chunks, and each read "
+                    f"unpacks all of them with {chunks[0]} samples each. `memfit data convert` writes chunks of whole "
+                    "samples."
+                )
+            if dataset.chunk_bytes * across > LARGE_BLOCK_BYTES:
+                warnings.append(
+                    f"the chunks of {name!r} are large for shuffling: {format_size(dataset.chunk_bytes * across)} are "
+                    f"unpacked together, {chunks[0]} samples that lie side by side. `memfit data convert` writes "
+                    "chunks of 1 MiB."
+                )
+        return Storage(tuple(lines), tuple(warnings))
 
     def _open(self) -> _Opened:
         file = _open(self.name, self._place)

@@ -5,6 +5,7 @@ that follows.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.source import Array, Field, Layout, SampleSource, Source
+from memfit.data.source import Array, Field, Layout, SampleSource, Source, Storage
 
 # Length of the blocks of a part that has no natural ones, where other parts have.
 _RUN_BYTES = 128 << 10
@@ -40,6 +41,15 @@ class _Joined(Source):
         """Closes all parts in this process."""
         for source in self._sources:
             source.close()
+
+    def storage(self) -> Storage:
+        """That of all parts, each line once."""
+        parts = [source.storage() for source in self._sources]
+        lines, warnings = (
+            tuple(dict.fromkeys(itertools.chain.from_iterable(texts)))
+            for texts in ([part.lines for part in parts], [part.warnings for part in parts])
+        )
+        return Storage(lines, warnings, parts[0].is_text)
 
 
 class Concatenated(_Joined):
@@ -82,6 +92,12 @@ class Concatenated(_Joined):
             arrays = [array[offset : offset + last - first] for array in out]
             self._sources[part].read(first, last, arrays)
             self._renumber(part, arrays)
+
+    def storage(self) -> Storage:
+        """That of the first, and how many there are."""
+        storage, count = self._sources[0].storage(), len(self._sources)
+        lines = tuple(f"{line} ({count} files; the first is described)" for line in storage.lines)
+        return replace(storage, lines=lines)
 
     def drop(self, start: int, stop: int) -> None:
         """Passed on to the parts that have these samples."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import ByteFile, fingerprint_of, is_remote, open_file, read_bytes
-from memfit.data.source import Array, Field, Layout, Source
+from memfit.data.source import Array, Field, Layout, Source, Storage
 from memfit.data.sources.tables import Names, choose_names
 
 MAGIC = b"\x93NUMPY"
@@ -129,6 +129,12 @@ class NpyArrays(Source):
         """Closes the files in this process."""
         for array in self._arrays:
             array.file.close()
+
+    def storage(self) -> Storage:
+        """Whether samples lie one after the other."""
+        if self.layout.is_sequential:
+            return Storage((".npy: in Fortran order, each sample scattered over the file",))
+        return Storage((".npy: samples one after the other, without compression",))
 
 
 class NpySource(NpyArrays):

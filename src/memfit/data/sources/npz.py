@@ -16,7 +16,7 @@ from typing import Any
 
 from memfit.core.errors import BadFile
 from memfit.data.files import BlockReader, ByteFile, open_file, read_bytes
-from memfit.data.source import Field, PerThread
+from memfit.data.source import Field, PerThread, Storage
 from memfit.data.sources.npy import NpyArray, NpyArrays
 from memfit.data.sources.tables import choose_names, reason_of
 
@@ -73,6 +73,16 @@ class NpzSource(NpyArrays):
                     "np.savez writes it uncompressed."
                 ),
             )
+
+    def storage(self) -> Storage:
+        """Which of its arrays are compressed, and by how much."""
+        lines = []
+        for field, array in zip(self.fields, self._arrays, strict=True):
+            kind = "without compression, read in place"
+            if isinstance(array.file, _Unpacked):
+                kind = f"compressed to {array.file.share:.0%} of its size"
+            lines.append(f"{field.name}: a member of the archive, {kind}")
+        return Storage(tuple(lines))
 
 
 def obvious_pair(names: Sequence[str], suffix: str = "") -> tuple[str, str] | None:
@@ -147,6 +157,7 @@ class _Unpacked(ByteFile):
     def __init__(self, file: ByteFile, member: zipfile.ZipInfo) -> None:
         self.name = file.name
         self.size = member.file_size
+        self.share = member.compress_size / max(1, member.file_size)
         self._file = file
         self._info = member
         self._streams: PerThread[Any] = PerThread()

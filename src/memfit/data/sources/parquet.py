@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadFile
-from memfit.core.units import KIB, MIB
+from memfit.core.units import KIB, MIB, format_size
 from memfit.data.files import ByteFile, LocalFile, absolute, is_remote, read_bytes
 from memfit.data.remote_files import as_file
-from memfit.data.source import Array, PerThread
+from memfit.data.source import LARGE_BLOCK_BYTES, Array, PerThread, Storage
 from memfit.data.sources.tables import Column, Names, TableSource, describe_type, is_list, load, reason_of
 
 # Decoded bytes of a batch: more is no faster, and less is many calls.
@@ -119,6 +119,22 @@ class ParquetSource(TableSource):
         if self._local is not None:
             self._local.close()
         _release_pools()
+
+    def storage(self) -> Storage:
+        """Size of the row groups, and compression."""
+        metadata = self._metadata.get(self._read_metadata)
+        count = metadata.num_row_groups
+        largest = max(metadata.row_group(index).total_byte_size for index in range(min(count, 1000)))
+        rows = metadata.row_group(0).num_rows
+        codecs = {metadata.row_group(0).column(index).compression for index in range(metadata.num_columns)}
+        method = ", ".join(sorted(codec.lower() for codec in codecs)).replace("uncompressed", "no compression")
+        groups = "1 row group" if count == 1 else f"{count} row groups"
+        warning = (
+            f"row groups of {format_size(largest)} are large for shuffling: each is unpacked as a whole, {rows} rows "
+            "that lie side by side. `memfit data convert` writes row groups of 1 MiB."
+        )
+        line = f"{groups} of up to {format_size(largest)}, {rows} rows in the first; {method}"
+        return Storage((line,), (warning,) if largest > LARGE_BLOCK_BYTES else ())
 
     def _open_cursor(self) -> _Cursor:
         metadata = self._metadata.get(self._read_metadata)
