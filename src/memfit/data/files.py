@@ -20,7 +20,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.core.errors import BadFile
 from memfit.data import direct_reads
@@ -104,6 +104,51 @@ def is_remote(name: str) -> bool:
 def absolute(name: str) -> str:
     """A path that means the same in workers that run in another folder; an address as it is."""
     return name if is_remote(name) else os.path.abspath(os.path.expanduser(name))
+
+
+class Entry(NamedTuple):
+    """Something in a folder."""
+
+    name: str
+    is_folder: bool
+    size: int = 0  # bytes of a file, where the folder is remote and its server says it
+
+
+def list_folder(folder: str) -> list[Entry]:
+    """What isn't hidden in a folder, or behind the address of one, sorted by name."""
+    if is_remote(folder):
+        from memfit.data.remote_files import list_remote
+
+        entries = list_remote(folder.rstrip("/"))
+    else:
+        try:
+            with os.scandir(os.path.expanduser(folder)) as scanned:
+                entries = [Entry(each.name, _leads_to_folder(each)) for each in scanned]
+        except OSError as error:
+            raise BadFile(f"{folder!r} can't be looked into: {_reason(error)}.") from error
+    return sorted(entry for entry in entries if not entry.name.startswith("."))
+
+
+def _leads_to_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        # A link that leads in a circle.
+        return False
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder at a path or an address; False where there is nothing."""
+    if is_remote(path):
+        from memfit.data.remote_files import is_remote_folder
+
+        return is_remote_folder(path)
+    return os.path.isdir(os.path.expanduser(path))
+
+
+def join(folder: str, name: str) -> str:
+    """Path or address of something in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
 
 
 def drop_pages(descriptor: int, offset: int = 0, length: int = 0) -> None:

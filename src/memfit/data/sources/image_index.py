@@ -10,56 +10,13 @@ import hashlib
 import os
 from array import array
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from memfit.core.errors import BadFile
-from memfit.data.files import is_remote
+from memfit.data.files import Entry, is_remote, join, list_folder
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 # Names of folders that hold parts of a data set rather than classes.
 _PARTS = frozenset(("test", "testing", "train", "training", "val", "valid", "validation"))
-
-
-class Entry(NamedTuple):
-    """What is in a folder; the size of a file, in bytes, only where the folder is remote and its server says it."""
-
-    name: str
-    is_folder: bool
-    size: int = 0
-
-    @property
-    def is_image(self) -> bool:
-        """True for a file with the name of an image."""
-        return not self.is_folder and self.name.lower().endswith(ENDINGS)
-
-
-def list_folder(folder: str) -> list[Entry]:
-    """What isn't hidden in a folder, or behind the address of one, sorted by name."""
-    if is_remote(folder):
-        from memfit.data.remote_files import list_folder
-
-        listed = list_folder(folder.rstrip("/"))
-        entries = [Entry(each.path.rpartition("/")[2], each.is_folder, each.size or 0) for each in listed]
-    else:
-        try:
-            with os.scandir(os.path.expanduser(folder)) as scanned:
-                entries = [Entry(each.name, _is_folder(each)) for each in scanned]
-        except OSError as error:
-            raise BadFile(f"{folder!r} can't be looked into: {error.strerror or error}.") from error
-    return sorted(entry for entry in entries if not entry.name.startswith("."))
-
-
-def join(folder: str, name: str) -> str:
-    """Path or address of something in a folder."""
-    return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
-
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Whether an entry is a folder or a link to one; a link that leads in a circle is none."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
 
 
 class ImageIndex:
@@ -118,7 +75,7 @@ def build_index(root: str, *, follow_links: bool = False) -> ImageIndex:
     links = _Links(root, follow_links)
     entries = list_folder(root)
     folders = [entry for entry in entries if entry.is_folder and links.is_new(entry.name)]
-    images = [entry for entry in entries if entry.is_image]
+    images = [entry for entry in entries if _is_image(entry)]
     index, digest = ImageIndex(root), hashlib.sha256()
     for number, folder in enumerate(folders):
         for name, entry in _walk(root, folder.name, links):
@@ -198,8 +155,12 @@ def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, Entry]]:
     """Images in a folder below the root, then those in its folders, with their paths below the root."""
     entries = list_folder(join(root, inside))
     for entry in entries:
-        if entry.is_image:
+        if _is_image(entry):
             yield f"{inside}/{entry.name}", entry
     for entry in entries:
         if entry.is_folder and links.is_new(f"{inside}/{entry.name}"):
             yield from _walk(root, f"{inside}/{entry.name}", links)
+
+
+def _is_image(entry: Entry) -> bool:
+    return not entry.is_folder and entry.name.lower().endswith(ENDINGS)
