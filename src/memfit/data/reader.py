@@ -140,10 +140,7 @@ class Assembly:
         """The batch of samples that were transformed one by one, each with its number."""
 
         def name(row: int) -> str:
-            number = samples[row][0]
-            if isinstance(self.source, SampleSource):
-                return self.source.sample_name(number)
-            return f"sample {number} of {self.source.name}"
+            return self.source.sample_name(samples[row][0])
 
         features = _stack_tree([pair[0] for _, pair in samples], name, self.floating)
         labels = _stack_tree([pair[1] for _, pair in samples], name, None) if self._has_labels else None

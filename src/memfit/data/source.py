@@ -115,6 +115,10 @@ class Source:
     def close(self) -> None:
         """Closes what this process has opened; a later read opens it again."""
 
+    def sample_name(self, sample: int) -> str:
+        """What to call a sample in a message."""
+        return f"sample {sample} of {self.name}"
+
     def storage(self) -> Storage:
         """How it is stored, from headers alone."""
         return Storage()
@@ -135,10 +139,6 @@ class SampleSource(Source):
 
     def stored_bytes(self, sample: int) -> int:
         """Bytes of its file."""
-        raise NotImplementedError
-
-    def sample_name(self, sample: int) -> str:
-        """What to call it in a message: its path."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:

@@ -127,6 +127,8 @@ def test_images_are_described(folder):
 
     found = inspect_data("images")
 
+    os.makedirs("images/empty")
+    assert "class folders without images: 'empty'" in inspect_data("images").warnings
     assert found.classes == ("cat", "dog")
     assert found.fields[0].is_ragged
     assert found.loaded_bytes is None

@@ -112,7 +112,6 @@ class ArrowSource(TableSource):
         self._set_blocks(contents.edges, len(contents.preamble) + stored + unpacked + _SPARE_BYTES)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills `out` with samples `start` to `stop`."""
         import pyarrow as pa
 
         batches = self._batches.get(lambda: _Batches(self._file, self._contents, self._columns))
@@ -129,16 +128,13 @@ class ArrowSource(TableSource):
                 ) from error
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of these samples' batches back."""
         for number, _, _ in self._blocks(start, stop):
             self._file.drop(*self._contents.places[number].tolist())
 
     def storage(self) -> Storage:
-        """As batches."""
         return Storage(("Arrow: record batches, each read as a whole",))
 
     def close(self) -> None:
-        """Closes the file in this process; a later read opens it again."""
         self._batches.take_out()
         self._file.close()
 

@@ -124,7 +124,6 @@ class CsvSource(Passing):
         return self._fingerprint
 
     def storage(self) -> Storage:
-        """As text."""
         text = "text, compressed with gzip" if self._is_packed else "text, one line a sample"
         return Storage((f"{text}; converted once to Arrow in {spool_folder()!r}, and read from there",), is_text=True)
 

@@ -220,7 +220,6 @@ class Hdf5Source(Source):
         return fingerprint_of([self._place], "hdf5", [dataset.path for dataset in self._datasets])
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills `out` with samples `start` to `stop`."""
         if stop <= start:
             return
         opened = self._opened.get(self._open)
@@ -247,12 +246,10 @@ class Hdf5Source(Source):
                     )
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of the file back, from time to time."""
         if self._local is not None:
             self._local.drop_now_and_then((stop - start) * self.sample_bytes)
 
     def close(self) -> None:
-        """Closes the file in this process; a later read opens it again."""
         opened = self._opened.take_out()
         if opened is not None:
             with opened.lock:
@@ -261,7 +258,6 @@ class Hdf5Source(Source):
             self._local.close()
 
     def storage(self) -> Storage:
-        """Chunks and compression of each dataset."""
         lines: list[str] = []
         warnings: list[str] = []
         for dataset, handle in zip(self._datasets, self._opened.get(self._open).handles, strict=True):

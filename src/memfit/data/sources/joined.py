@@ -33,12 +33,10 @@ class _Joined(Source):
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 
     def drop(self, start: int, stop: int) -> None:
-        """Passed on to all parts."""
         for source in self._sources:
             source.drop(start, stop)
 
     def close(self) -> None:
-        """Closes all parts in this process."""
         for source in self._sources:
             source.close()
 
@@ -87,7 +85,6 @@ class Concatenated(_Joined):
         self.layout = _layout(sources, edges, max(source.layout.scratch_bytes for source in sources))
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop`, whichever parts they are in."""
         for part, first, last, offset in self._pieces(start, stop):
             arrays = [array[offset : offset + last - first] for array in out]
             self._sources[part].read(first, last, arrays)
@@ -100,7 +97,6 @@ class Concatenated(_Joined):
         return replace(storage, lines=lines)
 
     def drop(self, start: int, stop: int) -> None:
-        """Passed on to the parts that have these samples."""
         for part, first, last, _ in self._pieces(start, stop):
             self._sources[part].drop(first, last)
 
@@ -135,7 +131,6 @@ class ConcatenatedSamples(Concatenated, SampleSource):
     """Samples of several sources that are read one by one, such as folders of images."""
 
     def read_sample(self, sample: int) -> tuple[Array, ...] | None:
-        """One array a field; None where it can't be read and such samples are skipped."""
         part, source, inside = self._part_of(sample)
         arrays = source.read_sample(inside)
         if arrays is None or self._numbers[part] is None:
@@ -154,18 +149,11 @@ class ConcatenatedSamples(Concatenated, SampleSource):
         """Names of the first samples that each part left out."""
         return [name for source in self._sources for name in getattr(source, "skipped", ())]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know of how the parts were understood."""
-        return tuple(note for source in self._sources for note in getattr(source, "notes", ()))
-
     def stored_bytes(self, sample: int) -> int:
-        """Bytes of its file."""
         _, source, inside = self._part_of(sample)
         return source.stored_bytes(inside)
 
     def sample_name(self, sample: int) -> str:
-        """Its path."""
         _, source, inside = self._part_of(sample)
         return source.sample_name(inside)
 
@@ -209,7 +197,6 @@ class Paired(_Joined):
         self.layout = _layout(sides, sides[0].layout.edges, sum(side.layout.scratch_bytes for side in sides))
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop` of both."""
         features, labels = self._sources
         features.read(start, stop, out[: len(features.fields)])
         labels.read(start, stop, out[len(features.fields) :])
@@ -227,7 +214,6 @@ class Passing(_Joined):
         self.classes = source.classes
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills the arrays with samples `start` to `stop`."""
         self._sources[0].read(start, stop, out)
 
 
@@ -262,7 +248,6 @@ class TextLabels(Passing):
         )
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills the array with the class numbers of samples `start` to `stop`."""
         for first, texts in self._parts(start, stop):
             out[0][first - start : first - start + len(texts)] = np.searchsorted(self._texts, texts)
 

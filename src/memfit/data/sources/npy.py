@@ -112,26 +112,21 @@ class NpyArrays(Source):
         )
 
     def fingerprint(self) -> str:
-        """From the file's name, size and time of change."""
         return fingerprint_of([self._path], self.fields)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop`."""
         for array, target in zip(self._arrays, out, strict=True):
             array.read(start, stop, target)
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the pages of these samples back."""
         for array in self._arrays:
             array.file.drop(*array.span(start, stop))
 
     def close(self) -> None:
-        """Closes the files in this process."""
         for array in self._arrays:
             array.file.close()
 
     def storage(self) -> Storage:
-        """Whether samples lie one after the other."""
         if self.layout.is_sequential:
             return Storage((".npy: in Fortran order, each sample scattered over the file",))
         return Storage((".npy: samples one after the other, without compression",))
@@ -152,7 +147,6 @@ class NpySource(NpyArrays):
         super().__init__(os.fspath(path), [(array, fields)], file.name)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop`."""
         array = self._arrays[0]
         if array.dtype.fields is None:
             super().read(start, stop, out)

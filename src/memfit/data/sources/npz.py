@@ -75,7 +75,6 @@ class NpzSource(NpyArrays):
             )
 
     def storage(self) -> Storage:
-        """Which of its arrays are compressed, and by how much."""
         lines = []
         for field, array in zip(self.fields, self._arrays, strict=True):
             kind = "without compression, read in place"

@@ -95,7 +95,6 @@ class ParquetSource(TableSource):
         self._metadata: PerThread[Any] = PerThread(per_process=True)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills `out` with samples `start` to `stop`."""
         cursor = self._cursors.get(self._open_cursor)
         for group, row, end in self._blocks(start, stop):
             try:
@@ -108,12 +107,10 @@ class ParquetSource(TableSource):
                 raise
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of the file back, from time to time."""
         if self._local is not None:
             self._local.drop_now_and_then((stop - start) * self.sample_bytes)
 
     def close(self) -> None:
-        """Closes the file in this process; a later read opens it again."""
         self._cursors.take_out()
         self._metadata.take_out()
         if self._local is not None:
@@ -121,7 +118,6 @@ class ParquetSource(TableSource):
         _release_pools()
 
     def storage(self) -> Storage:
-        """Size of the row groups, and compression."""
         metadata = self._metadata.get(self._read_metadata)
         count = metadata.num_row_groups
         largest = max(metadata.row_group(index).total_byte_size for index in range(min(count, 1000)))

@@ -88,22 +88,16 @@ def load(module: str, subject: str) -> Any:
 
 def choose_fields(table: Sequence[Column], *, columns: Names, labels: str | None, source: str) -> tuple[Part, ...]:
     """Fields that samples of a table have: the matrix of features first, then columns of arrays, then labels."""
-    chosen = [column.name for column in table] if columns is None else _checked(columns)
     known: dict[str, list[int]] = {}
     for place, column in enumerate(table):
         known.setdefault(column.name, []).append(place)
-    names = list(dict.fromkeys([*chosen, *([] if labels is None else [labels])]))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise BadInput(describe_unknown(unknown, list(known), "column", source))
-    repeated = [name for name in names if len(known[name]) > 1]
+    features, targets = choose_names(list(known), columns, labels, kind="column", source=source)
+    repeated = [name for name in (*features, *targets) if len(known[name]) > 1]
     if repeated:
         raise BadInput(
             f"{source} has more than one column named {_quoted(repeated)}. Choose others with columns=, or rename."
         )
-    places = [known[name][0] for name in chosen if name != labels]
-    if not places:
-        raise BadInput(f"no column of {source} is left for the features: {_quoted(chosen)} are labels.")
+    places = [known[name][0] for name in features]
     _check_features([table[place] for place in places], source)
     numbers = [place for place in places if not table[place].shape]
     arrays = [(place, table[place]) for place in places if table[place].shape]
@@ -155,16 +149,22 @@ def choose_names(
     known: Sequence[str], columns: Names, labels: str | None, *, kind: str, source: str, own_labels: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
     """Names of the features and of the labels; where none are chosen, `own_labels` are labels and all else features."""
+    for name in columns or ():
+        if not isinstance(name, str):
+            raise BadInput(f"columns must be names of columns, and {name!r} is not a string.")
+    repeated = sorted(name for name, count in Counter(columns).items() if count > 1)
+    if repeated:
+        raise BadInput(f"columns names {_quoted(repeated)} more than once. Name each {kind} once.")
+    if columns is not None and not columns:
+        raise BadInput(f"columns names no {kind}. Leave it out to use all of them.")
     unknown = [name for name in (*(columns or ()), *([] if labels is None else [labels])) if name not in known]
     if unknown:
         raise BadInput(describe_unknown(unknown, known, kind, source))
     targets = [labels] if labels is not None else list(own_labels) if columns is None else []
     chosen = [name for name in known if name not in own_labels] if columns is None else columns
     features = [name for name in chosen if name not in targets]
-    if not features and labels is None:
-        raise BadInput(f"columns names no {kind} of {source}. Leave it out to use all of them.")
     if not features:
-        raise BadInput(f"{source} has nothing but the label {labels!r} then; features are needed too.")
+        raise BadInput(f"no {kind} of {source} is left for features, which are needed too: {labels!r} is the label.")
     return features, targets
 
 
@@ -176,18 +176,6 @@ def describe_unknown(names: Sequence[str], known: Sequence[str], kind: str, sour
         near = near or [other for other in known if other.lower() == str(name).lower()]
         described.append(f"{name!r} (did you mean {' or '.join(map(repr, near))}?)" if near else repr(name))
     return f"{source} has no {kind} {', '.join(described)}. It has: {_quoted(known)}."
-
-
-def _checked(columns: Sequence[str]) -> list[str]:
-    for name in columns:
-        if not isinstance(name, str):
-            raise BadInput(f"columns must be names of columns, and {name!r} is not a string.")
-    repeated = sorted(name for name, count in Counter(columns).items() if count > 1)
-    if repeated:
-        raise BadInput(f"columns names {_quoted(repeated)} more than once. Name each column once.")
-    if not columns:
-        raise BadInput("columns names no column. Leave it out to use all of them.")
-    return list(columns)
 
 
 def _check_features(features: Sequence[Column], source: str) -> None:

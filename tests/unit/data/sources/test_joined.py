@@ -44,7 +44,6 @@ class Memory(Source):
 
 class Pictures(Memory, SampleSource):
     num_skipped = 1
-    notes = ("small",)
 
     @property
     def skipped(self):
@@ -206,7 +205,7 @@ def test_samples_that_are_read_one_by_one_stay_so():
     assert int(source.read_sample(0)[1]) == 1
     assert source.stored_bytes(4) == 101
     assert source.sample_name(5) == "b/2"
-    assert (source.num_skipped, source.skipped, source.notes) == (2, ["a/1", "b/1"], ("small", "small"))
+    assert (source.num_skipped, source.skipped) == (2, ["a/1", "b/1"])
     same = concatenate([pictures("a", [0, 0, 0], ("dog",), (2,)), pictures("b", [0, 0, 0], ("dog",), (3,))])
     assert int(same.read_sample(5)[1]) == 0
     with pytest.raises(BadInput, match="a holds images and b doesn't"):

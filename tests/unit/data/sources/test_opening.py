@@ -112,7 +112,7 @@ def test_a_dict_names_the_fields(folder):
     assert refusal(source, labels="clas") == (
         "the dict has no name 'clas' (did you mean 'class'?). It has: 'image', 'depth', 'class'."
     )
-    assert "nothing but the label 'a'" in refusal({"a": "1.npy"}, labels="a")
+    assert "is left for features, which are needed too: 'a' is the label" in refusal({"a": "1.npy"}, labels="a")
     assert "a dict of names and paths is needed" in refusal({})
     assert "a dict of names and paths is needed" in refusal({1: "1.npy"})
 
@@ -486,7 +486,7 @@ def test_a_folder_that_says_its_labels(folder):
     other = open_source("said", labels="b")
     assert (names(other), other.classes) == ([("a", False), ("b", True)], ())
     assert "'said' has no field 'lable' (did you mean 'label'?). It has: 'a', 'b'" in refusal("said", labels="lable")
-    assert "features are needed too" in refusal("said", columns="b", labels="b")
+    assert "features, which are needed too" in refusal("said", columns="b", labels="b")
 
 
 def test_a_folder_that_says_several_labels_or_none(folder):

@@ -91,7 +91,7 @@ def test_array_called_features_keeps_its_name() -> None:
         (["age"], "born", "column 'born' of t (string) can't be labels"),
         (["age", "age"], None, "columns names 'age' more than once"),
         ([], None, "columns names no column"),
-        (["age"], "age", "no column of t is left for the features"),
+        (["age"], "age", "no column of t is left for features"),
         ([3], None, "columns must be names of columns, and 3 is not a string"),
     ],
 )
