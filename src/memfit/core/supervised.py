@@ -9,7 +9,7 @@ from memfit.core.typed_data import Saved
 from memfit.core.units import format_size
 
 
-class Outcome(StrEnum):
+class RunOutcome(StrEnum):
     """How a supervised run ended."""
 
     COMPLETED = "completed"  # the script ended by itself with exit code 0
@@ -149,7 +149,7 @@ class SupervisedRun(Saved, Reported):
     script: str
     arguments: tuple[str, ...]
     attempts: tuple[Attempt, ...]
-    outcome: Outcome
+    outcome: RunOutcome
     exit_code: int
     history: tuple[Sample, ...] = ()
     marks: tuple[Mark, ...] = ()
