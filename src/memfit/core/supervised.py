@@ -115,7 +115,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class RunMark:
     """Something that happened, for the page."""
 
     seconds: float  # from the start of the run on
@@ -152,7 +152,7 @@ class SupervisedRun(Saved, Reported):
     outcome: RunOutcome
     exit_code: int
     history: tuple[Sample, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[RunMark, ...] = ()
     budget_bytes: int | None = None
     limit_bytes: int | None = None
     limit_of: str = ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from memfit.core import env
 from memfit.core.run_events import TRACEBACK, RunRequest, read_events
-from memfit.core.supervised import Attempt, Cause, Configuration, Ending, Mark, RunOutcome, SupervisedRun
+from memfit.core.supervised import Attempt, Cause, Configuration, Ending, RunMark, RunOutcome, SupervisedRun
 from memfit.core.units import format_size
 from memfit.processes import child, kills, limits
 from memfit.processes import process_tree as processes
@@ -67,7 +67,7 @@ class Supervisor:
         self._history = History()
         self._origin, self._clock_origin = time.monotonic(), time.time()
         self._attempts: list[Attempt] = []
-        self._marks: list[Mark] = []
+        self._marks: list[RunMark] = []
         self._notes: list[str] = []
         self._ceiling = limits.Ceiling(None, None, "")
         self._checkpoint = ""
@@ -319,7 +319,7 @@ class Supervisor:
         return time.monotonic() - self._origin
 
     def _mark(self, kind: str, text: str, seconds: float | None = None) -> None:
-        self._marks.append(Mark(round(self._seconds() if seconds is None else seconds, 3), kind, text))
+        self._marks.append(RunMark(round(self._seconds() if seconds is None else seconds, 3), kind, text))
 
 
 def next_configuration(
