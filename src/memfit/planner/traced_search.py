@@ -15,7 +15,7 @@ from memfit.core.estimate import Estimate
 from memfit.core.plan import Refusal
 from memfit.core.progress import doing
 from memfit.core.settings import Settings
-from memfit.core.step_facts import Part, StepFacts
+from memfit.core.step_facts import StepFacts, StepPart
 from memfit.core.timeline import Category
 from memfit.planner.candidate import Candidate, CandidateSearch, possible_parts
 from memfit.planner.driver import Question
@@ -34,7 +34,7 @@ from memfit.planner.moves import (
 
 # Of the forward pass: the backward pass computes two products where it computes one.
 _PASSES = 3.0
-# Part of a step's time that every further pass costs where nobody measured it.
+# StepPart of a step's time that every further pass costs where nobody measured it.
 _CALL_SHARE = 0.01
 # Amounts of recomputation that are considered, and steps in which bytes are counted to choose its parts.
 _NUM_LEVELS = 10
@@ -47,7 +47,7 @@ _NARROW_SPEED = {Kind.CUDA: 0.6, Kind.HOST: 1.1}
 _WHOLE_MEMORY, _WHOLE_SPEED = 0.85, 1.02
 # Adapters: no gradients of the layers under them.
 _ADAPTED_SPEED = 0.85
-# Part of a GPU's rate that steps reach (assumed).
+# StepPart of a GPU's rate that steps reach (assumed).
 _REACHED = 0.4
 
 
@@ -94,7 +94,7 @@ class TracedSearch(CandidateSearch):
     variants: tuple[Variant, ...]
     peak_bytes: float
     batch_size: int | None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StepPart, ...] = ()
     total_work: float = 0.0
     speed: Speed | None = None
     may_split: bool = True
@@ -227,7 +227,7 @@ def num_moves(settings: Settings) -> int:
     return num or int(settings.donate)
 
 
-def levels(parts: Iterable[Part]) -> list[tuple[str, ...]]:
+def levels(parts: Iterable[StepPart]) -> list[tuple[str, ...]]:
     """Sets of parts to recompute, from little to all: for each amount of memory the one that costs least."""
     known = [part for part in parts if part.kept_bytes > 0]
     if not known:
