@@ -48,7 +48,7 @@ _NAMES = {short: (name, item_bytes) for name, (short, item_bytes) in FORMAT.item
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor to be written."""
 
     name: str  # in the file
@@ -58,9 +58,9 @@ class Entry:
     pieces: Callable[[], Iterable[Any]]  # gives its values as bytes, row by row, when it is its turn
 
 
-def array_entry(name: str, array: Any) -> Entry:
+def array_entry(name: str, array: Any) -> TensorEntry:
     """A numpy array to be written."""
-    return Entry(name, array.dtype.name, array.shape, array.dtype.itemsize, lambda: array_pieces(array))
+    return TensorEntry(name, array.dtype.name, array.shape, array.dtype.itemsize, lambda: array_pieces(array))
 
 
 def array_pieces(array: Any) -> Iterator[memoryview]:
@@ -89,7 +89,7 @@ def numpy_dtype(name: str) -> Any:
     raise BadCheckpoint(f"{name!r} is not a dtype that a checkpoint can hold.")
 
 
-def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> None:
+def write(path: Path, entries: Iterable[TensorEntry], metadata: dict[str, str] | None = None) -> None:
     """Writes tensors into one file."""
     # Wide types first: so every tensor begins at a multiple of its own element's size, as readers expect.
     entries = sorted(entries, key=lambda entry: (-entry.item_bytes, entry.name))
