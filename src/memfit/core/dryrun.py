@@ -114,7 +114,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ProgramFacts:
     """What a run showed of the program beside its memory, for those who plan another run of it."""
 
     # class names of the models called, in order; parts of the first have paths without a prefix, those of the others
@@ -197,7 +197,7 @@ class DryRun(Saved, Reported):
     scan: Scan | None = None
     seconds: float = 0.0
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
-    seen: Seen | None = None
+    seen: ProgramFacts | None = None
     suspicion: str = ""
     module: bool = False
     processes: dict[str, int] = field(default_factory=dict)
@@ -284,7 +284,7 @@ class Request(Saved):
     # folders in which to keep what the script writes, the first that can; none: its writes are real
     layers: tuple[str, ...] = ()
 
-    def after(self, seen: Seen, loader_ordinal: int | None) -> "Request":
+    def after(self, seen: ProgramFacts, loader_ordinal: int | None) -> "Request":
         """The request of a later run, with what the first run has seen of the script's batches."""
         return replace(self, loader_ordinal=loader_ordinal, batch_lines=seen.batch_lines, batch_size=seen.batch_size)
 

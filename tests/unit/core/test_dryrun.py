@@ -4,7 +4,7 @@ import json
 import pytest
 
 from memfit import commands
-from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
+from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, ProgramFacts, Request
 from memfit.core.errors import BadFile
 from memfit.core.profile import Work
 from memfit.core.reporters import Reporters
@@ -164,7 +164,7 @@ def test_settings_of_a_request_survive_its_file():
 
 
 def test_what_a_run_showed_survives_json():
-    seen = Seen(
+    seen = ProgramFacts(
         models=("GPT",),
         optimizers=("AdamW",),
         fusable=True,
