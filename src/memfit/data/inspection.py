@@ -34,7 +34,7 @@ _MOST_NAMED = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SampledValues:
     """Values of a field in a sample of the data."""
 
     num_values: int
@@ -54,7 +54,7 @@ class InspectedField:
     is_label: bool
     is_ragged: bool  # samples differ in shape
     size_bytes: int | None  # of all its samples in memory; None where they differ in shape
-    seen: Seen | None  # a first look at its values; None where they aren't numbers
+    seen: SampledValues | None  # a first look at its values; None where they aren't numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ def _samples(source: Source) -> Iterator[Sequence[Array]]:
         yield arrays
 
 
-def seen(arrays: Sequence[Array]) -> Seen | None:
+def seen(arrays: Sequence[Array]) -> SampledValues | None:
     """What some values of a field are like."""
     if not arrays:
         return None
@@ -280,7 +280,7 @@ def seen(arrays: Sequence[Array]) -> Seen | None:
     finite = values[np.isfinite(values)]
     num_nan = int(np.count_nonzero(np.isnan(values)))
     low, high = (finite.min().item(), finite.max().item()) if finite.size else (None, None)
-    return Seen(values.size, low, high, num_nan, values.size - finite.size - num_nan)
+    return SampledValues(values.size, low, high, num_nan, values.size - finite.size - num_nan)
 
 
 def _warnings(source: Source, streaming: Streaming | None, storage: Storage) -> Iterator[str]:

@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Speed(Shown):
+class StreamSpeed(Shown):
     """What was measured; everything in it is of one run on this machine."""
 
     name: str
@@ -74,7 +74,7 @@ def bench_data(
     num_workers: int = 0,
     seconds: float = 5.0,
     options: StreamOptions = DEFAULTS,
-) -> Speed:
+) -> StreamSpeed:
     """Measure how fast a file of samples streams, compared with a sequential read.
 
     Files are dropped from the page cache before each measurement, so that the disk is measured.
@@ -117,7 +117,7 @@ def bench_data(
         opened.close()
     size = size_on_disk(files) or None
     rate = num_rows / passed
-    return Speed(
+    return StreamSpeed(
         opened.name,
         opened.num_samples,
         size,

@@ -34,7 +34,7 @@ from memfit.planner.moves import (
 
 # Of the forward pass: the backward pass computes two products where it computes one.
 _PASSES = 3.0
-# StepPart of a step's time that every further pass costs where nobody measured it.
+# Part of a step's time that every further pass costs where nobody measured it.
 _CALL_SHARE = 0.01
 # Amounts of recomputation that are considered, and steps in which bytes are counted to choose its parts.
 _NUM_LEVELS = 10
@@ -47,7 +47,7 @@ _NARROW_SPEED = {Kind.CUDA: 0.6, Kind.HOST: 1.1}
 _WHOLE_MEMORY, _WHOLE_SPEED = 0.85, 1.02
 # Adapters: no gradients of the layers under them.
 _ADAPTED_SPEED = 0.85
-# StepPart of a GPU's rate that steps reach (assumed).
+# Part of a GPU's rate that steps reach (assumed).
 _REACHED = 0.4
 
 

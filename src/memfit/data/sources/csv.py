@@ -35,7 +35,7 @@ from memfit.data.sources.arrow import ArrowSource
 from memfit.data.sources.csv_dialect import MISSING, Dialect, find_dialect
 from memfit.data.sources.joined import Passing
 from memfit.data.sources.spool import DESCRIPTION, announce, make_once
-from memfit.data.sources.tables import MOST_CLASSES, Column, Names, Part, choose_fields, fill, load, sort_classes
+from memfit.data.sources.tables import MOST_CLASSES, Column, Names, TableField, choose_fields, fill, load, sort_classes
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _HEAD_BYTES = 64 * KIB
@@ -128,7 +128,7 @@ class CsvSource(Passing):
         return Storage((f"{text}; converted once to Arrow in {spool_folder()!r}, and read from there",), is_text=True)
 
 
-def _open_converted(folder: Path, parts: Sequence[Part]) -> ArrowSource | None:
+def _open_converted(folder: Path, parts: Sequence[TableField]) -> ArrowSource | None:
     """What was made before; None where it isn't there or isn't whole."""
     labels = next((str(number) for number, part in enumerate(parts) if part.field.is_label), None)
     try:
@@ -209,7 +209,7 @@ class _TooLong(Exception):
 class _Conversion:
     """Makes an Arrow file of a CSV file: one column for each field."""
 
-    def __init__(self, file: ByteFile, dialect: Dialect, parts: Sequence[Part]) -> None:
+    def __init__(self, file: ByteFile, dialect: Dialect, parts: Sequence[TableField]) -> None:
         self._file = file
         self._dialect = dialect
         self._parts = parts
@@ -333,7 +333,7 @@ class _Conversion:
         if end:
             yield last.slice(0, end)
 
-    def _field(self, part: Part, columns: dict[int, Any]) -> Any:
+    def _field(self, part: TableField, columns: dict[int, Any]) -> Any:
         import pyarrow as pa
 
         if not part.field.is_label:

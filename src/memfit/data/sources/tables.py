@@ -63,7 +63,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TableField:
     """A field, and the places in the table of the columns that it is made of.
 
     With `has_classes` its numbers stand for strings: class numbers in sorted order.
@@ -86,7 +86,9 @@ def load(module: str, subject: str) -> Any:
         raise MissingDependency(f"{subject}, for which {package} is needed: {how_to_install(package)}{why}") from error
 
 
-def choose_fields(table: Sequence[Column], *, columns: Names, labels: str | None, source: str) -> tuple[Part, ...]:
+def choose_fields(
+    table: Sequence[Column], *, columns: Names, labels: str | None, source: str
+) -> tuple[TableField, ...]:
     """Fields that samples of a table have: the matrix of features first, then columns of arrays, then labels."""
     known: dict[str, list[int]] = {}
     for place, column in enumerate(table):
@@ -109,9 +111,9 @@ def choose_fields(table: Sequence[Column], *, columns: Names, labels: str | None
         dtypes = [table[place].dtype for place in numbers]
         is_single = all(dtype is None or np.can_cast(dtype, np.float32) for dtype in dtypes)
         dtype = np.dtype(np.float32 if is_single else np.float64)
-        parts.append(Part(Field(name, dtype, (len(numbers),), is_tabular=True), tuple(numbers)))
+        parts.append(TableField(Field(name, dtype, (len(numbers),), is_tabular=True), tuple(numbers)))
     parts += [
-        Part(Field(column.name, column.dtype, column.shape), (place,))
+        TableField(Field(column.name, column.dtype, column.shape), (place,))
         for place, column in arrays
         if column.dtype is not None
     ]
@@ -199,15 +201,15 @@ def _check_features(features: Sequence[Column], source: str) -> None:
         raise UnusableColumns(" ".join(problems), usable)
 
 
-def _label(column: Column, place: int, source: str) -> Part:
+def _label(column: Column, place: int, source: str) -> TableField:
     if column.is_text and not column.shape:
-        return Part(Field(column.name, np.dtype(np.int64), (), is_label=True), (place,), has_classes=True)
+        return TableField(Field(column.name, np.dtype(np.int64), (), is_label=True), (place,), has_classes=True)
     if column.dtype is None:
         raise BadInput(
             f"column {column.name!r} of {source} ({column.stored_as}) can't be labels: neither numbers nor strings."
         )
     dtype = np.dtype(np.int64) if column.dtype.kind == "b" else column.dtype
-    return Part(Field(column.name, dtype, column.shape, is_label=True), (place,))
+    return TableField(Field(column.name, dtype, column.shape, is_label=True), (place,))
 
 
 def _quoted(names: Sequence[str]) -> str:
