@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from memfit.core.device import Device, Origin
-from memfit.core.errors import BadFile, MemfitError
+from memfit.core.errors import MemfitError
 from memfit.core.estimate import Estimate, Note
 from memfit.core.reporters import Reported, Reporters, not_there, written
 from memfit.core.settings import Keeps, Settings
@@ -135,6 +135,7 @@ class Plan(Saved, Reported):
 
     reporters: ClassVar = actions
     saved_as = "plan", "a plan"
+    how_to_get = "Give a file that plan.save wrote."
 
     subject: str
     device: Device
@@ -200,22 +201,6 @@ class Plan(Saved, Reported):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, whole or not at all."""
         written(lambda: actions.write_json(self.to_json(), os.fspath(path)), "plan", path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """The plan that `save` wrote."""
-        try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise BadFile(
-                f"the plan {str(path)!r} can't be read: {reason}. Give a file that plan.save wrote."
-            ) from error
-        try:
-            return cls.from_json(text)
-        except BadFile as error:
-            raise BadFile(f"the plan {str(path)!r} can't be read: {error}") from None
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""

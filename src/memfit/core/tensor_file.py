@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy
 
+from memfit.core.errors import reason_of
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import open_plain
 
@@ -130,7 +131,7 @@ class TensorFile:
             with open_plain(path) as file:
                 self._stored = _read_header(file, os.fstat(file.fileno()).st_size)
         except OSError as error:
-            raise BadCheckpoint(f"{path} can't be read: {error.strerror or error}") from error
+            raise BadCheckpoint(f"{path} can't be read: {reason_of(error)}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise BadCheckpoint(f"{path} is no safetensors file, or is damaged: {error}") from None
 

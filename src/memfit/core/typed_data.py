@@ -8,6 +8,7 @@ typed dictionaries, and what they are made of. Whole numbers have to fit into 64
 
 import json
 import math
+import os
 import reprlib
 import types
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -29,11 +31,14 @@ from typing import (
     is_typeddict,
 )
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
+from memfit.core.plain_files import read_plain
 
 Count = Annotated[int, 0]
 FORMAT_VERSION = 1
 _LIMIT = 2**63
+# Far more than any result has to tell.
+_MOST_BYTES = 2**30
 _Value = TypeVar("_Value")
 
 
@@ -43,6 +48,8 @@ class Saved:
     __slots__ = ()
     saved_as: ClassVar[tuple[str, str]]
     """Name of the format, and what messages call such a result: "plan", "a plan"."""
+    how_to_get: ClassVar[str] = ""
+    """What to do where a file is none."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
@@ -54,6 +61,21 @@ class Saved:
         """What `to_json` wrote, from its structure or its text."""
         with reading(data, *cls.saved_as) as plain:
             return made_of(cls, plain)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The result in a file.
+
+        Raises:
+            BadFile: it can't be read, or is none.
+        """
+        try:
+            # A link to one is as good as the file; a FIFO or a device is not.
+            return cls.from_json(read_plain(Path(os.path.realpath(path)), _MOST_BYTES))
+        except (OSError, ValueError) as error:
+            what = cls.saved_as[1].partition(" ")[2]
+            reason = reason_of(error)
+            raise BadFile(f"the {what} {os.fspath(path)!r} can't be read: {reason}. {cls.how_to_get}") from error
 
 
 def header(name: str) -> dict[str, Any]:

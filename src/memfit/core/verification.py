@@ -5,19 +5,14 @@ Saved, it is the calibration of that device: what `memfit.calibrate` writes, and
 
 import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, ClassVar, Self
 
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadFile
-from memfit.core.plain_files import read_plain
 from memfit.core.reporters import Printed, Reporters, written
 from memfit.core.typed_data import Count, Saved
 from memfit.core.units import format_size
-
-_MOST_BYTES = 2**20
-_HOW = "Name a file that `memfit calibrate` wrote; where it is kept in memfit's cache folder, remove it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +112,7 @@ class Verification(Saved, Printed):
 
     reporters: ClassVar = Reporters[Any]()
     saved_as = "verification", "a calibration"
+    how_to_get = "Name a file that `memfit calibrate` wrote; where it is kept in memfit's cache folder, remove it."
 
     def summary(self) -> str:
         """How far predictions were off at most."""
@@ -205,7 +201,7 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Refuses to write a calibration over what is there and is none."""
     try:
         if os.path.getsize(path):
-            read_calibration(path)
+            Verification.load(path)
     except BadFile as error:
         raise BadFile(
             f"{os.fspath(path)!r} is there already and is no calibration: it would be lost. Name another file, or "
@@ -213,21 +209,3 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
         ) from error
     except (OSError, ValueError):
         return  # missing, or for `save` to refuse
-
-
-def read_calibration(path: str | os.PathLike[str]) -> Verification:
-    """The calibration in a file.
-
-    Raises:
-        BadFile: it can't be read, or is none.
-    """
-    try:
-        # A link to a calibration is as good as the file; a FIFO or a device is not.
-        text = read_plain(Path(os.path.realpath(path)), _MOST_BYTES)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise BadFile(f"the calibration {os.fspath(path)!r} can't be read: {why}. {_HOW}") from error
-    try:
-        return Verification.from_json(text)
-    except BadFile as error:
-        raise BadFile(f"{os.fspath(path)!r}: {str(error).rstrip('.')}. {_HOW}") from None

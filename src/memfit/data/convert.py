@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.shown import Shown
 from memfit.core.units import format_size, parse_size
 from memfit.data.files import matches
@@ -165,7 +165,7 @@ def convert_data(
                 stack.enter_context(journal.locked(wait=False))
             except OSError as error:
                 raise BadFile(
-                    f"{str(path)!r} can't be written: {error.strerror or error}. Name another destination."
+                    f"{str(path)!r} can't be written: {reason_of(error)}. Name another destination."
                 ) from error
             _check_room(path, target, journal)
             statistics, resumed_at = Transfer(

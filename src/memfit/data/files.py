@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.data import direct_reads
 
 _MAX_OPEN = 64
@@ -92,7 +92,7 @@ def stat_of(path: str | os.PathLike[str]) -> tuple[int, float]:
     try:
         status = os.stat(os.path.expanduser(name))
     except (OSError, ValueError) as error:
-        raise BadFile(f"{name!r} can't be read: {_reason(error)}.") from error
+        raise BadFile(f"{name!r} can't be read: {reason_of(error)}.") from error
     return status.st_size, status.st_mtime
 
 
@@ -125,7 +125,7 @@ def list_folder(folder: str) -> list[Entry]:
             with os.scandir(os.path.expanduser(folder)) as scanned:
                 entries = [Entry(each.name, _leads_to_folder(each)) for each in scanned]
         except OSError as error:
-            raise BadFile(f"{folder!r} can't be looked into: {_reason(error)}.") from error
+            raise BadFile(f"{folder!r} can't be looked into: {reason_of(error)}.") from error
     return sorted(entry for entry in entries if not entry.name.startswith("."))
 
 
@@ -269,7 +269,7 @@ class LocalFile(ByteFile):
             try:
                 count = os.preadv(opened.number, [view[done : done + _MAX_READ_BYTES]], offset + done)
             except OSError as error:
-                raise BadFile(f"{self.name!r} can't be read at offset {offset + done}: {_reason(error)}.") from error
+                raise BadFile(f"{self.name!r} can't be read at offset {offset + done}: {reason_of(error)}.") from error
             if count == 0:
                 raise BadFile(
                     f"{self.name!r} ends too early: of {len(view)} bytes at offset {offset} the last "
@@ -333,7 +333,7 @@ class LocalFile(ByteFile):
         try:
             number = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise BadFile(f"{self.name!r} can't be opened: {_reason(error)}.") from error
+            raise BadFile(f"{self.name!r} can't be opened: {reason_of(error)}.") from error
         size = os.fstat(number).st_size
         if size < self.size:
             os.close(number)
@@ -430,7 +430,3 @@ class BlockReader(io.RawIOBase):
     def _read(self, offset: int, view: Any) -> None:
         self._file.read_into(offset, view)
         self._file.drop(offset, len(view))
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)

@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.shown import Shown
 from memfit.core.units import MIB, parse_size
 from memfit.data.convert import files_in, paths_of, size_on_disk
 from memfit.data.files import drop_pages
-from memfit.data.sources.csv import CsvSource
 from memfit.data.sources.spool import SpooledSource, spooled
 from memfit.data.stream import DEFAULTS, Stream, StreamOptions
 from memfit.processes.process_tree import descendants, held_by
@@ -105,7 +104,7 @@ def bench_data(
     files = files_in(list(paths_of(source)))
     if opened.layout.is_sequential:
         opened = spooled(opened)
-    if isinstance(opened, SpooledSource | CsvSource):
+    if isinstance(opened, SpooledSource):
         files = list(opened.paths)
     try:
         stream = Stream(opened, batch_size=batch_size, memory_bytes=parse_size(memory))
@@ -182,7 +181,7 @@ def _read_plainly(files: Sequence[Path], seconds: float) -> float | None:
                     if time.perf_counter() - began >= seconds:
                         return total / (time.perf_counter() - began)
     except OSError as error:
-        raise BadFile(f"{str(path)!r} can't be read: {error.strerror or error}.") from error
+        raise BadFile(f"{str(path)!r} can't be read: {reason_of(error)}.") from error
     return total / (time.perf_counter() - began)
 
 

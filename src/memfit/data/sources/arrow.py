@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.units import MIB
 from memfit.data.files import ByteFile, open_file, read_bytes
 from memfit.data.source import Array, PerThread, Storage
-from memfit.data.sources.tables import Names, TableSource, describe_type, load, reason_of
+from memfit.data.sources.tables import Names, TableSource, describe_type, load
 
 _MAGIC = b"ARROW1"
 _CONTINUES = 0xFFFFFFFF

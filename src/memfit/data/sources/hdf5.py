@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.units import format_size
 from memfit.data.files import LocalFile, absolute, fingerprint_of, is_remote
 from memfit.data.remote_files import as_file
@@ -35,7 +35,7 @@ from memfit.data.sources.hdf5_contents import (
     find,
     stay_inside,
 )
-from memfit.data.sources.tables import Names, load, reason_of
+from memfit.data.sources.tables import Names, load
 
 _MOST_BLOCKS = 2**19
 # Numbers of HDF5's own filters.

@@ -11,7 +11,7 @@ import os
 from array import array
 from collections.abc import Iterator
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.data.files import Entry, is_remote, join, list_folder
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -129,7 +129,7 @@ class _Links:
             # Below a link that is followed, paths are not those of the folders.
             is_passed = bool(inside) and os.path.islink(path) and not self._leads_elsewhere(os.path.realpath(path))
         except OSError as error:
-            raise BadFile(f"{path!r} can't be looked into: {error.strerror or error}.") from error
+            raise BadFile(f"{path!r} can't be looked into: {reason_of(error)}.") from error
         place = (status.st_dev, status.st_ino)
         if is_passed or place in self._seen:
             self._left_out.append(inside)

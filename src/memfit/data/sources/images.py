@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.core.units import MIB
 from memfit.data.files import drop_pages, is_remote, open_file, read_bytes
 from memfit.data.remote_files import shown
@@ -220,7 +220,7 @@ def _read(path: str) -> bytes:
             content = local.readall()
             drop_pages(local.fileno())
     except OSError as error:
-        raise _Unreadable(error.strerror or str(error)) from None
+        raise _Unreadable(reason_of(error)) from None
     return content
 
 

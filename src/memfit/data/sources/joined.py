@@ -203,11 +203,14 @@ class Paired(_Joined):
 
 
 class Passing(_Joined):
-    """A source that passes everything on to another, gives out other fields, and is changed by who makes it."""
+    """A source that passes everything on to another, with other fields, perhaps as what that one was made of."""
 
-    def __init__(self, source: Source, fields: tuple[Field, ...]) -> None:
+    def __init__(
+        self, source: Source, fields: tuple[Field, ...], *, name: str | None = None, fingerprint: str | None = None
+    ) -> None:
         self._sources = (source,)
-        self.name = source.name
+        self._fingerprint = fingerprint
+        self.name = source.name if name is None else name
         self.fields = fields
         self.num_samples = source.num_samples
         self.layout = source.layout
@@ -215,6 +218,9 @@ class Passing(_Joined):
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
         self._sources[0].read(start, stop, out)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint or super().fingerprint()
 
 
 class TextLabels(Passing):

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.data.files import BlockReader, ByteFile, open_file, read_bytes
 from memfit.data.source import Field, PerThread, Storage
 from memfit.data.sources.npy import NpyArray, NpyArrays
-from memfit.data.sources.tables import choose_names, reason_of
+from memfit.data.sources.tables import choose_names
 
 _LOCAL_HEADER_BYTES = 30
 _SKIP_BYTES = 256 << 10
@@ -161,11 +161,7 @@ class _Unpacked(ByteFile):
         self._info = member
         self._streams: PerThread[Any] = PerThread()
 
-    def read_into(self, offset: int, buffer: Any) -> None:
-        view = memoryview(buffer)
-        if not view.nbytes:
-            return
-        view = view.cast("B")
+    def _fill(self, offset: int, view: memoryview) -> None:
         done = 0
         try:
             stream = self._streams.get(self._open)

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.core.units import KIB, MIB, format_size
 from memfit.data.files import ByteFile, LocalFile, absolute, is_remote, read_bytes
 from memfit.data.remote_files import as_file
 from memfit.data.source import LARGE_BLOCK_BYTES, Array, PerThread, Storage
-from memfit.data.sources.tables import Column, Names, TableSource, describe_type, is_list, load, reason_of
+from memfit.data.sources.tables import Column, Names, TableSource, describe_type, is_list, load
 
 # Decoded bytes of a batch: more is no faster, and less is many calls.
 _BATCH_BYTES = 1 * MIB

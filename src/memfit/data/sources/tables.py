@@ -425,8 +425,3 @@ def find_classes(batches: Iterable[Any], name: str, source: str) -> tuple[str, .
 def _as_array(column: Any) -> Array:
     array: Array = column.to_numpy(zero_copy_only=False)
     return array
-
-
-def reason_of(error: Exception) -> str:
-    """What Arrow says of a damaged file, in one line."""
-    return str(error).replace("\n", " ").rstrip(". ") or type(error).__name__
