@@ -15,6 +15,7 @@ from memfit.core.errors import BadInput
 from memfit.core.shown import Shown
 from memfit.core.units import KIB, MIB, format_size, parse_size
 from memfit.data.convert import paths_of, size_on_disk
+from memfit.data.precision import ValueSummary
 from memfit.data.source import Array, Layout, SampleSource, Source, Storage
 from memfit.data.sources.joined import Passing
 from memfit.data.sources.opening import open_source
@@ -34,17 +35,6 @@ _MOST_NAMED = 40
 
 
 @dataclass(frozen=True, slots=True)
-class SampledValues:
-    """Values of a field in a sample of the data."""
-
-    num_values: int
-    minimum: float | None  # of finite values; None where there is none
-    maximum: float | None
-    num_nan: int
-    num_infinite: int
-
-
-@dataclass(frozen=True, slots=True)
 class InspectedField:
     """A field."""
 
@@ -54,7 +44,7 @@ class InspectedField:
     is_label: bool
     is_ragged: bool  # samples differ in shape
     size_bytes: int | None  # of all its samples in memory; None where they differ in shape
-    seen: SampledValues | None  # a first look at its values; None where they aren't numbers
+    seen: ValueSummary | None  # a first look at its values; None where they aren't numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,15 +262,13 @@ def _samples(source: Source) -> Iterator[Sequence[Array]]:
         yield arrays
 
 
-def seen(arrays: Sequence[Array]) -> SampledValues | None:
-    """What some values of a field are like."""
-    if not arrays:
-        return None
-    values = np.concatenate([array.reshape(-1) for array in arrays])
-    finite = values[np.isfinite(values)]
-    num_nan = int(np.count_nonzero(np.isnan(values)))
-    low, high = (finite.min().item(), finite.max().item()) if finite.size else (None, None)
-    return SampledValues(values.size, low, high, num_nan, values.size - finite.size - num_nan)
+def seen(arrays: Sequence[Array]) -> ValueSummary | None:
+    """What some values of a field are like; None where there are none."""
+    values = ValueSummary()
+    with np.errstate(invalid="ignore"):
+        for array in arrays:
+            values.count(array)
+    return values if values.num_values else None
 
 
 def _warnings(source: Source, streaming: Streaming | None, storage: Storage) -> Iterator[str]:
