@@ -11,7 +11,6 @@ Each has its own --help. Exit codes: 0 done, 2 bad usage or input, 130 interrupt
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import memfit
@@ -109,31 +108,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action is None:
         arguments.parser.print_help()
         return EXIT_FITS
-    try:
-        result, report = {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
-    except BadInput as error:
-        error.args = tuple(_as_options(part) if isinstance(part, str) else part for part in error.args)
-        raise
+    result, report = {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
     if arguments.json:
         output.print_json(result.to_json())
     elif not getattr(arguments, "quiet", False):
         output.print_report(report(result))
     return EXIT_FITS
-
-
-def _as_options(text: str) -> str:
-    """A message about arguments of Python, as one about options of the command line.
-
-    >>> _as_options("Leave out with columns= (the names), or use labels=. labels='a' was given for 'labels=1/x.csv'")
-    "Leave out with --columns (the names), or use --labels. --labels 'a' was given for 'labels=1/x.csv'"
-    >>> _as_options('a stream leaves such images out with on_error="skip".')
-    'a stream leaves such images out with --on-error skip.'
-    """
-    # Files and folders may be called so: then a slash or a quote stands before it, or a value without quotes behind it.
-    named = r"(?<![\w/\\'\"-])(columns|labels)="
-    text = text.replace("follow_links=True", "--follow-links").replace('on_error="skip"', "--on-error skip")
-    text = re.sub(named + r"(?=[\s,;:)]|\.(?![\w.])|$)", r"--\1", text)
-    return re.sub(named + r"(?=['\"\[(]|\.\.\.)", r"--\1 ", text)
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +153,7 @@ def _inspect(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
     from memfit.reports.data.figures import inspection_report
 
     inspection = memfit.inspect_data(arguments.path, **_reading(arguments), **_streaming(arguments))
-    return replace(inspection, warnings=tuple(map(_as_options, inspection.warnings))), inspection_report
+    return inspection, inspection_report
 
 
 def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:

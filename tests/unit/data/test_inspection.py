@@ -184,7 +184,7 @@ def test_columns_that_cannot_be_features_are_left_out_and_named(folder, kind):
     assert [(field.name, field.shape) for field in found.fields] == [("features", (2,))]
     assert "left out here: 'name', 'kind' of " in found.warnings[0]
     assert "are text, which can't be features" in found.warnings[0]
-    assert "or use as labels with labels=. Looked at: 'a', 'b'." in found.warnings[0]
+    assert "or use as labels with --labels (labels=). Looked at: 'a', 'b'." in found.warnings[0]
     assert "'name' of" in inspect_data(f"t.{kind}", labels="kind").warnings[0]
     assert inspect_data(f"t.{kind}", labels="kind").classes == ("cat", "dog")
 

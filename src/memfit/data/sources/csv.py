@@ -378,7 +378,7 @@ class _Conversion:
         elif column is not None:
             text = (
                 f"column {names[column]!r} has {_shown(cells[column])}, where other rows have numbers. Correct the "
-                "row, or choose other columns with columns="
+                "row, or choose other columns with --columns (columns=)"
             )
         else:
             text = reason

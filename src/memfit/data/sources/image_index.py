@@ -147,7 +147,7 @@ class _Links:
         if not self._left_out:
             return ""
         shown = ", ".join(map(repr, self._left_out[:3])) + (", ..." if len(self._left_out) > 3 else "")
-        more = "" if self._follow else "; follow_links=True follows those that lead out of the folder"
+        more = "" if self._follow else "; --follow-links (follow_links=True) follows those that lead out of the folder"
         return f"{len(self._left_out):,} links to folders were not followed ({shown}){more}"
 
 

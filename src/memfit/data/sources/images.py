@@ -187,7 +187,7 @@ def _remove(path: str, process: int) -> None:
 def _bad(path: str, error: Exception) -> BadFile:
     return BadFile(
         f"the image {shown(path)!r} can't be read: {str(error).rstrip('.')}. Replace or remove it; a stream leaves "
-        'such images out with on_error="skip".'
+        'such images out with --on-error skip (on_error="skip").'
     )
 
 

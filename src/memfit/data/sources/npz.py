@@ -60,7 +60,7 @@ class NpzSource(NpyArrays):
             described = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
             raise BadFile(
                 f"the arrays of {self.name!r} differ in their number of samples: {described}. Choose those that belong "
-                "together with columns=[...] and labels=..."
+                "together with --columns (columns=) and --labels (labels=)."
             )
         compressed = [array for array in self._arrays if isinstance(array.file, _Unpacked)]
         if compressed:

@@ -97,7 +97,8 @@ def choose_fields(
     repeated = [name for name in (*features, *targets) if len(known[name]) > 1]
     if repeated:
         raise BadInput(
-            f"{source} has more than one column named {_quoted(repeated)}. Choose others with columns=, or rename."
+            f"{source} has more than one column named {_quoted(repeated)}. Choose others with --columns "
+            "(columns=), or rename."
         )
     places = [known[name][0] for name in features]
     _check_features([table[place] for place in places], source)
@@ -189,12 +190,12 @@ def _check_features(features: Sequence[Column], source: str) -> None:
     if texts:
         problems.append(
             f"{_quoted(texts)} of {source} {'is' if len(texts) == 1 else 'are'} text, which can't be features. Leave "
-            "out with columns= (the names of those to use), or use as labels with labels=."
+            "out with --columns (columns=, the names of those to use), or use as labels with --labels (labels=)."
         )
     if others:
         problems.append(
             f"{_listed(others)} of {source} can't be features: neither numbers nor lists of equally many numbers. "
-            "Leave out with columns= (the names of those to use), or store as numbers."
+            "Leave out with --columns (columns=, the names of those to use), or store as numbers."
         )
     if problems:
         usable = tuple(column.name for column in features if column.dtype is not None and not column.is_text)
@@ -378,7 +379,7 @@ class TableSource(Source):
                     raise BadInput(
                         f"column {name!r} of {self.name!r} is ragged: row {row + first // each} has a list of "
                         f"{lengths[first]}, and row 0 one of {length}. Pad the lists to one length, or leave the "
-                        "column out with columns=."
+                        "column out with --columns (columns=)."
                     )
             each *= length
             column = _flattened(column)
@@ -388,7 +389,8 @@ class TableSource(Source):
         where = row + int(np.argmax(np.asarray(column.is_null()))) // each
         return BadInput(
             f"column {name!r} of {self.name!r} lacks {what} in row {where} ({column.null_count} missing nearby). Fill "
-            "the gaps, store fractions (a missing one is given as NaN), or leave the column out with columns=."
+            "the gaps, store fractions (a missing one is given as NaN), or leave the column out with --columns "
+            "(columns=)."
         )
 
 

@@ -86,7 +86,7 @@ def test_array_called_features_keeps_its_name() -> None:
         (["hieght"], None, "t has no column 'hieght' (did you mean 'height'?). It has: 'age', 'height'"),
         (["age"], "spezies", "'spezies' (did you mean 'species'?)"),
         (["zzz"], None, "t has no column 'zzz'. It has:"),
-        (None, None, "'species' of t is text, which can't be features. Leave out with columns="),
+        (None, None, "'species' of t is text, which can't be features. Leave out with --columns (columns="),
         (["age", "born"], None, "'born' (string) of t can't be features"),
         (["age"], "born", "column 'born' of t (string) can't be labels"),
         (["age", "age"], None, "columns names 'age' more than once"),
