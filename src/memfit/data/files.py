@@ -58,6 +58,9 @@ class ByteFile:
     def drop(self, offset: int, length: int) -> None:
         """Tells that these bytes aren't read again soon."""
 
+    def drop_now_and_then(self, num_bytes: int) -> None:
+        """Tells that others have read so many bytes of it, somewhere."""
+
     def close(self) -> None:
         """Closes what this process has open of it; a later read opens it again."""
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
+from memfit.data.files import absolute, open_file
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _T = TypeVar("_T")
@@ -125,6 +126,28 @@ class Source:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+class FileSource(Source):
+    """Samples in one file, local or behind an address, which a library reads.
+
+    Args:
+        path: of the file, or its address.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open_file(path)
+        # Without the secrets of an address, as the file has it; and what to open, from any folder.
+        self.name = self._file.name
+        self._place = absolute(os.fspath(path))
+
+    def drop(self, start: int, stop: int) -> None:
+        """Gives the kernel's pages of the file back, from time to time."""
+        self._file.drop_now_and_then((stop - start) * self.sample_bytes)
+
+    def close(self) -> None:
+        """Closes the file in this process; a later read opens it again."""
+        self._file.close()
 
 
 class SampleSource(Source):

@@ -18,7 +18,7 @@ import numpy as np
 
 from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.units import MIB
-from memfit.data.files import ByteFile, open_file, read_bytes
+from memfit.data.files import ByteFile, read_bytes
 from memfit.data.source import Array, PerThread, Storage
 from memfit.data.sources.tables import Names, TableSource, describe_type, load
 
@@ -82,9 +82,9 @@ class ArrowSource(TableSource):
         labels: str | None = None,
         classes: tuple[str, ...] | None = None,
     ) -> None:
-        name = os.fspath(path)
-        pa = load("pyarrow", f"{name!r} is an Arrow file")
-        self._file = file = open_file(path)
+        super().__init__(path)
+        file = self._file
+        pa = load("pyarrow", f"{self.name!r} is an Arrow file")
         self._contents = contents = _contents(file)
         numbers = range(len(contents.places))
         try:
@@ -95,8 +95,7 @@ class ArrowSource(TableSource):
                 for place, field in enumerate(schema)
             ]
             del first
-            super().__init__(
-                name,
+            self._choose(
                 table,
                 columns=columns,
                 labels=labels,
@@ -104,7 +103,7 @@ class ArrowSource(TableSource):
                 classes=classes,
             )
         except (OSError, pa.ArrowException) as error:
-            raise BadFile(f"{name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
+            raise BadFile(f"{self.name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
         self._batches: PerThread[_Batches] = PerThread()
         # A batch as stored and, where it is compressed, unpacked.
         stored = int(contents.places[:, 1].max(initial=0))
@@ -136,7 +135,7 @@ class ArrowSource(TableSource):
 
     def close(self) -> None:
         self._batches.take_out()
-        self._file.close()
+        super().close()
 
 
 def _contents(file: ByteFile) -> _Contents:

@@ -22,9 +22,9 @@ import numpy as np
 
 from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.units import format_size
-from memfit.data.files import LocalFile, absolute, fingerprint_of, is_remote
+from memfit.data.files import fingerprint_of, is_remote
 from memfit.data.remote_files import as_file
-from memfit.data.source import LARGE_BLOCK_BYTES, Array, Layout, PerThread, Source, Storage
+from memfit.data.source import LARGE_BLOCK_BYTES, Array, FileSource, Layout, PerThread, Storage
 from memfit.data.sources.hdf5_contents import (
     MOST_METADATA_BYTES,
     PIECE_BYTES,
@@ -168,7 +168,7 @@ class _Opened(NamedTuple):
     handles: list[Handle]
 
 
-class Hdf5Source(Source):
+class Hdf5Source(FileSource):
     """Rows of the datasets of an HDF5 file, read chunk by chunk.
 
     Columns and labels are paths of datasets; they are told by their names where none are given.
@@ -182,9 +182,8 @@ class Hdf5Source(Source):
         labels: str | None = None,
         follow_links: bool = False,
     ) -> None:
-        name = self.name = os.fspath(path)
-        self._place = absolute(name)
-        self._local = None if is_remote(name) else LocalFile(name)
+        super().__init__(path)
+        name = self.name
         file = _open(name, self._place)
         try:
             features, targets = choose(file, columns, labels, name)
@@ -235,27 +234,22 @@ class Hdf5Source(Source):
                         f"{handle.describe_damage(start, stop, reason_of(error))}. Copy or make the file again."
                     ) from error
         # HDF5 gives zeros for what lies beyond the end of a file that was cut off after it was opened.
-        if self._local is not None:
+        if not is_remote(self._place):
             # One that was deleted, but is open, is still there.
             with contextlib.suppress(OSError):
                 size = os.stat(self._place).st_size
-                if size < self._local.size:
+                if size < self._file.size:
                     raise BadFile(
-                        f"{self.name!r} has become shorter: it had {self._local.size} bytes and now ends at offset "
+                        f"{self.name!r} has become shorter: it had {self._file.size} bytes and now ends at offset "
                         f"{size}. Leave the file as it is while it is read, or start again."
                     )
-
-    def drop(self, start: int, stop: int) -> None:
-        if self._local is not None:
-            self._local.drop_now_and_then((stop - start) * self.sample_bytes)
 
     def close(self) -> None:
         opened = self._opened.take_out()
         if opened is not None:
             with opened.lock:
                 opened.file.close()
-        if self._local is not None:
-            self._local.close()
+        super().close()
 
     def storage(self) -> Storage:
         lines: list[str] = []

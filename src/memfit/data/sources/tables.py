@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
-from memfit.data.files import absolute, fingerprint_of
-from memfit.data.remote_files import shown
-from memfit.data.source import Array, Field, Layout, Source
+from memfit.data.files import fingerprint_of
+from memfit.data.source import Array, Field, FileSource, Layout
 
 # More classes than this are names or keys, not classes, and would be held in memory.
 MOST_CLASSES = 65_536
@@ -268,24 +267,14 @@ def _number_dtype(kind: Any) -> np.dtype[Any] | None:
     return None
 
 
-class TableSource(Source):
-    """Rows of a file that Arrow reads, block by block.
-
-    Args:
-        path: of the file, or its address.
-        table: all its columns.
-        columns: those that are features; all but the labels if not given.
-        labels: the one with the labels.
-        batches: of the column at a place in the table, from which the classes are found where labels are text.
-        classes: names of the classes, where they are known.
-    """
+class TableSource(FileSource):
+    """Rows of a file that Arrow reads, block by block."""
 
     kind: str
     """Of the file, which its fingerprint depends on."""
 
-    def __init__(
+    def _choose(
         self,
-        path: str,
         table: Sequence[Column],
         *,
         columns: Names,
@@ -293,8 +282,15 @@ class TableSource(Source):
         batches: Callable[[int], Iterable[Any]],
         classes: tuple[str, ...] | None = None,
     ) -> None:
-        self.name = shown(path)
-        self._place = absolute(path)
+        """Settles what is read.
+
+        Args:
+            table: all columns of the file.
+            columns: those that are features; all but the labels if not given.
+            labels: the one with the labels.
+            batches: of the column at a place in the table, from which the classes are found where labels are text.
+            classes: names of the classes, where they are known.
+        """
         self._table = table
         self._parts = choose_fields(table, columns=columns, labels=labels, source=repr(self.name))
         self._columns = [place for part in self._parts for place in part.columns]

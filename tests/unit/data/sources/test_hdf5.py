@@ -275,8 +275,7 @@ def test_pages_are_dropped_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("memfit.data.files._DROP_EVERY_BYTES", 2000)
     source = Hdf5Source(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
     dropped: list[tuple[int, int]] = []
-    assert source._local is not None
-    monkeypatch.setattr(type(source._local), "drop", lambda self, offset, size: dropped.append((offset, size)))
+    monkeypatch.setattr(type(source._file), "drop", lambda self, offset, size: dropped.append((offset, size)))
     source.drop(0, 10)
     assert dropped == []
     source.drop(10, 20)

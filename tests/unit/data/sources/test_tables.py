@@ -148,7 +148,9 @@ def put(column: Any, *, labels: bool = False, classes: tuple[str, ...] = (), row
     batch = pa.record_batch({"c": column, "other": pa.array(np.zeros(len(column)))})
     table = [described(column), describe_type("other", pa.float64())]
     columns, label = (["other"], "c") if labels else (["c"], None)
-    source = TableSource("t", table, columns=columns, labels=label, batches=lambda place: (), classes=classes)
+    source = TableSource(__file__)
+    source.name = "t"
+    source._choose(table, columns=columns, labels=label, batches=lambda place: (), classes=classes)
     out = [np.empty((len(column), *field.shape), field.dtype) for field in source.fields]
     source._put(batch, row, out)
     return out[-1]
