@@ -9,7 +9,6 @@ Each has its own --help. Exit codes: 0 done, 2 bad usage or input, 130 interrupt
 """
 
 import argparse
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -159,7 +158,6 @@ def _inspect(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
 def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
     from memfit.reports.data.figures import conversion_report
 
-    image_size = None if arguments.image_size is None else _image_size(arguments.image_size)
     with output.transfer_progress("converting", quiet=arguments.quiet or arguments.json) as progress:
         conversion = memfit.convert_data(
             arguments.source,
@@ -168,18 +166,11 @@ def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
             compression=arguments.compress,
             overwrite=arguments.overwrite,
             options=memfit.ConvertOptions(
-                arguments.chunk, arguments.allow_overflow, arguments.follow_links, progress, image_size
+                arguments.chunk, arguments.allow_overflow, arguments.follow_links, progress, arguments.image_size
             ),
             **_reading(arguments),
         )
     return conversion, conversion_report
-
-
-def _image_size(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,9}))?", text.lower())
-    if not match:
-        raise BadInput(f"--image-size {text!r} is no size of images. Write 224, or height and width: 240x320.")
-    return int(match[1]), int(match[2] or match[1])
 
 
 def _bench(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:

@@ -5,7 +5,7 @@ Only headers are read, and a few blocks for a first look at the values.
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes
 from memfit.core.errors import BadInput
 from memfit.core.shown import Shown
+from memfit.core.typed_data import Saved
 from memfit.core.units import KIB, MIB, format_size, parse_size
 from memfit.data.convert import paths_of, size_on_disk
 from memfit.data.precision import ValueSummary
@@ -64,8 +65,10 @@ class Streaming:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Inspection(Shown):
+class Inspection(Saved, Shown):
     """What is known of a file of samples without reading it."""
+
+    saved_as = "inspection", "an inspection"
 
     name: str
     num_samples: int
@@ -95,7 +98,7 @@ class Inspection(Shown):
             "seen": "sampled",
             "streaming": "computed",
         }
-        return {"format": "memfit inspection", "version": 1, "origins": origins, **asdict(self)}
+        return {**Saved.to_json(self), "origins": origins}
 
 
 def inspect_data(

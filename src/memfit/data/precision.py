@@ -7,7 +7,7 @@ less than reading it from a disk.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class Statistics(ValueSummary):
     num_subnormal: int = 0  # after: with fewer digits than an ordinary number has
     max_absolute_error: float = 0.0  # of finite values that stay finite
     max_relative_error: float = 0.0  # of values that stay ordinary numbers
-    first_overflow: Sequence[Any] | None = None  # number of the sample, and the value as text
+    first_overflow: list[Any] | None = None  # number of the sample, and the value as text
 
 
 def parse_dtype(given: Any) -> np.dtype[Any] | None:

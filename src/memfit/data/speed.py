@@ -10,12 +10,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.shown import Shown
+from memfit.core.typed_data import Saved
 from memfit.core.units import MIB, parse_size
 from memfit.data.convert import files_in, paths_of, size_on_disk
 from memfit.data.files import drop_pages
@@ -28,8 +29,10 @@ _LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StreamSpeed(Shown):
+class StreamSpeed(Saved, Shown):
     """What was measured; everything in it is of one run on this machine."""
+
+    saved_as = "speed", "a speed of a stream"
 
     name: str
     num_samples: int
@@ -58,9 +61,8 @@ class StreamSpeed(Shown):
         return self.bytes_per_second / self.raw_bytes_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON."""
-        head = {"format": "memfit data speed", "version": 1, "origin": "measured"}
-        return {**head, **asdict(self), "ratio": self.ratio}
+        """A plain structure that `json` can write, and `from_json` read back."""
+        return {**Saved.to_json(self), "origin": "measured", "ratio": self.ratio}
 
 
 def bench_data(

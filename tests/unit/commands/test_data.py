@@ -152,4 +152,4 @@ def test_messages_name_options(folder, capsys):
 def test_a_size_that_is_half_written_is_refused(folder, capsys, size):
     assert run("convert", "pictures", "x.npy", "--image-size", size) == 2
 
-    assert "is no size of images. Write 224" in capsys.readouterr().err
+    assert "is no size of images. Give one number for squares, such as 224, or height" in capsys.readouterr().err
