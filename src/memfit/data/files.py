@@ -109,7 +109,7 @@ def absolute(name: str) -> str:
     return name if is_remote(name) else os.path.abspath(os.path.expanduser(name))
 
 
-class Entry(NamedTuple):
+class FolderEntry(NamedTuple):
     """Something in a folder."""
 
     name: str
@@ -117,7 +117,7 @@ class Entry(NamedTuple):
     size: int = 0  # bytes of a file, where the folder is remote and its server says it
 
 
-def list_folder(folder: str) -> list[Entry]:
+def list_folder(folder: str) -> list[FolderEntry]:
     """What isn't hidden in a folder, or behind the address of one, sorted by name."""
     if is_remote(folder):
         from memfit.data.remote_files import list_remote
@@ -126,7 +126,7 @@ def list_folder(folder: str) -> list[Entry]:
     else:
         try:
             with os.scandir(os.path.expanduser(folder)) as scanned:
-                entries = [Entry(each.name, _leads_to_folder(each)) for each in scanned]
+                entries = [FolderEntry(each.name, _leads_to_folder(each)) for each in scanned]
         except OSError as error:
             raise BadFile(f"{folder!r} can't be looked into: {reason_of(error)}.") from error
     return sorted(entry for entry in entries if not entry.name.startswith("."))

@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from memfit.core.errors import BadFile, MissingDependency, how_to_install
-from memfit.data.files import BlockReader, ByteFile, Entry
+from memfit.data.files import BlockReader, ByteFile, FolderEntry
 
 # A long read is made of several requests at once, each of which takes its bytes once more while it is under way.
 _NUM_REQUESTS = 4
@@ -69,19 +69,21 @@ def is_remote_folder(path: str) -> bool:
     return bool(_call(path, lambda system, inside: system.isdir(inside)))
 
 
-def list_remote(path: str) -> list[Entry]:
+def list_remote(path: str) -> list[FolderEntry]:
     """What is directly in a folder."""
 
-    def listed(system: Any, inside: str) -> list[Entry]:
+    def listed(system: Any, inside: str) -> list[FolderEntry]:
         # Where folders are no more than a part of names, one may be listed in itself.
         infos = [info for info in system.ls(inside, detail=True) if info["name"].strip("/") != inside.strip("/")]
         system.invalidate_cache()
         return [
-            Entry(info["name"].rstrip("/").rpartition("/")[2], info.get("type") == "directory", info.get("size") or 0)
+            FolderEntry(
+                info["name"].rstrip("/").rpartition("/")[2], info.get("type") == "directory", info.get("size") or 0
+            )
             for info in infos
         ]
 
-    entries: list[Entry] = _call(path, listed)
+    entries: list[FolderEntry] = _call(path, listed)
     return entries
 
 

@@ -27,7 +27,7 @@ from memfit.data.geometry import (
     sizes_of,
     windows_bytes,
 )
-from memfit.data.order import Order, Share
+from memfit.data.order import EpochShare, Order
 from memfit.data.reader import Assembly, Transforms, read_epoch
 from memfit.data.source import Field, Source
 from memfit.data.workers import WorkerBatches
@@ -290,9 +290,9 @@ class Stream:
             num_readers=max(1, num_readers(self.source.layout, self.memory_bytes) // num_workers),
         )
 
-    def _share(self, start: int) -> Share:
+    def _share(self, start: int) -> EpochShare:
         drop_last = bool(self._options.drop_last)
-        return Share(start, self.num_samples, self.batch_size, self.num_ranks, drop_last, self.rank or 0)
+        return EpochShare(start, self.num_samples, self.batch_size, self.num_ranks, drop_last, self.rank or 0)
 
     def _described(self) -> list[str]:
         """What a sample is, for people and to compare."""

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 
 from memfit.core.errors import BadFile, reason_of
-from memfit.data.files import Entry, is_remote, join, list_folder
+from memfit.data.files import FolderEntry, is_remote, join, list_folder
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 # Names of folders that hold parts of a data set rather than classes.
@@ -47,7 +47,7 @@ class ImageIndex:
         """Path or address of an image."""
         return join(self.root, os.fsdecode(bytes(self._names[self._ends[sample] : self._ends[sample + 1]])))
 
-    def add(self, name: str, entry: Entry, number: int) -> bytes:
+    def add(self, name: str, entry: FolderEntry, number: int) -> bytes:
         """Adds an image of a class by its path below the root; gives what the digest depends on."""
         size, changed = entry.size, 0
         if not is_remote(self.root):
@@ -151,7 +151,7 @@ class _Links:
         return f"{len(self._left_out):,} links to folders were not followed ({shown}){more}"
 
 
-def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, Entry]]:
+def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, FolderEntry]]:
     """Images in a folder below the root, then those in its folders, with their paths below the root."""
     entries = list_folder(join(root, inside))
     for entry in entries:
@@ -162,5 +162,5 @@ def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, Entry]]:
             yield from _walk(root, f"{inside}/{entry.name}", links)
 
 
-def _is_image(entry: Entry) -> bool:
+def _is_image(entry: FolderEntry) -> bool:
     return not entry.is_folder and entry.name.lower().endswith(ENDINGS)
