@@ -21,7 +21,7 @@ from memfit.data.source import Array, Layout, SampleSource, Source, Storage
 from memfit.data.sources.joined import Passing
 from memfit.data.sources.opening import open_source
 from memfit.data.sources.tables import UnusableColumns
-from memfit.data.stream import DEFAULTS, Stream, StreamOptions
+from memfit.data.stream import DEFAULTS, ArrayStream, StreamOptions
 
 # The first look: so many runs of samples, evenly over the data, and no more bytes than this.
 _NUM_LOOKS = 16
@@ -194,7 +194,7 @@ def _streaming(source: Source, memory_bytes: int, batch_size: int) -> tuple[Stre
         read = Passing(source, source.fields)
         read.layout = Layout()
     try:
-        stream = Stream(read, batch_size=batch_size, memory_bytes=memory_bytes)
+        stream = ArrayStream(read, batch_size=batch_size, memory_bytes=memory_bytes)
     except BadInput as error:
         return None, str(error)
     geometry, edges, num_samples = stream.geometry, read.layout.edges, source.num_samples

@@ -21,7 +21,7 @@ from memfit.core.units import MIB, parse_size
 from memfit.data.convert import files_in, paths_of, size_on_disk
 from memfit.data.files import drop_pages
 from memfit.data.sources.spool import SpooledSource, spooled
-from memfit.data.stream import DEFAULTS, Stream, StreamOptions
+from memfit.data.stream import DEFAULTS, ArrayStream, StreamOptions
 from memfit.processes.process_tree import descendants, held_by
 
 _READ_BYTES = 4 * MIB
@@ -109,7 +109,7 @@ def bench_data(
     if isinstance(opened, SpooledSource):
         files = list(opened.paths)
     try:
-        stream = Stream(opened, batch_size=batch_size, memory_bytes=parse_size(memory))
+        stream = ArrayStream(opened, batch_size=batch_size, memory_bytes=parse_size(memory))
         raw = _read_plainly(files, seconds)
         is_cold = _forget(files)
         with _watched() as peak_bytes:
@@ -136,7 +136,7 @@ def bench_data(
     )
 
 
-def _run(stream: Stream, num_workers: int, seconds: float) -> tuple[int, float, float]:
+def _run(stream: ArrayStream, num_workers: int, seconds: float) -> tuple[int, float, float]:
     """Rows, seconds until the first batch, and the seconds that the rows took.
 
     Data that fits into the budget is measured by whole epochs. Otherwise the first batches come while windows are still

@@ -64,7 +64,7 @@ class StreamOptions:
 DEFAULTS = StreamOptions()
 
 
-class Stream:
+class ArrayStream:
     """Batches of a source; each iteration is an epoch.
 
     Args:
@@ -203,7 +203,7 @@ class Stream:
         self._start = self._rounds = 0
         self._is_running = False
 
-    def split(self, rank: int, num_ranks: int) -> "Stream":
+    def split(self, rank: int, num_ranks: int) -> "ArrayStream":
         """The share of one of `num_ranks` processes that train together."""
         if not 0 <= rank < num_ranks:
             raise BadInput(f"rank {rank} of {num_ranks} ranks was asked for; ranks are counted from 0.")
@@ -220,7 +220,7 @@ class Stream:
             )
         return share
 
-    def copy(self) -> "Stream":
+    def copy(self) -> "ArrayStream":
         """A stream of its own over the same source, at the same position."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
