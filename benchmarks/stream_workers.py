@@ -22,8 +22,9 @@ import psutil
 from benchmarks.reporting import Bar, bullets, publish, table
 from benchmarks.stream_cases import Table, python_command, run_limited, scratch, write_npy
 from memfit.core.units import MIB, format_size
+from memfit.data.files import FolderEntry
 from memfit.data.source import Field, Layout, SampleSource
-from memfit.data.sources.image_index import Entry, ImageIndex
+from memfit.data.sources.image_index import ImageIndex
 
 LIMIT_BYTES = 5 * MIB
 BATCH_SIZE = 1000
@@ -102,7 +103,7 @@ class Names(SampleSource):
         self._index = ImageIndex("memory://folder")
         for number in range(num_samples):
             name = f"{number}.jpg"
-            self._index.add(f"class{number % 1000}/{name}", Entry(name, False, 10_000), number % 1000)
+            self._index.add(f"class{number % 1000}/{name}", FolderEntry(name, False, 10_000), number % 1000)
 
     def fingerprint(self) -> str:
         """Always the same."""

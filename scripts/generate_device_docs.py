@@ -5,7 +5,7 @@ A table kept by hand would drift from what the package computes with; a test com
 
 from pathlib import Path
 
-from memfit.catalogue.rows import Row, read_rows
+from memfit.catalogue.rows import DeviceRow, read_rows
 from memfit.core.device import Kind
 from memfit.core.units import format_size
 
@@ -86,7 +86,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _memory_cells(row: Row) -> list[str]:
+def _memory_cells(row: DeviceRow) -> list[str]:
     device = row.device
     return [
         f"`{device.name}`",
@@ -101,21 +101,21 @@ def _memory_cells(row: Row) -> list[str]:
     ]
 
 
-def _rate_cells(row: Row) -> list[str]:
+def _rate_cells(row: DeviceRow) -> list[str]:
     device = row.device
     capability = ".".join(map(str, device.capability or ())) or "unknown"
     counts = [f"`{device.name}`", capability, str(device.num_multiprocessors or "unknown")]
     return [*counts, _number(device.bandwidth_bytes_per_second, 1e9), *(_rate(row, dtype) for dtype in _DTYPES)]
 
 
-def _host_cells(row: Row) -> list[str]:
+def _host_cells(row: DeviceRow) -> list[str]:
     device = row.device
     bandwidth = _number(device.bandwidth_bytes_per_second, 1e9)
     rate = _number(device.flops.get("float32"), 1e12)
     return [f"`{device.name}`", device.title, bandwidth, rate, device.source, device.date]
 
 
-def _rate(row: Row, dtype: str) -> str:
+def _rate(row: DeviceRow, dtype: str) -> str:
     # Hardware without a dtype is not a gap in our knowledge.
     return _number(row.device.flops[dtype], 1e12) if dtype in row.device.flops else "-"
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from memfit.core.errors import BadFile
 from memfit.data.source import Field, Layout, SampleSource, Source
-from memfit.data.stream import Stream, StreamOptions
+from memfit.data.stream import ArrayStream, StreamOptions
 
 
 class ArraySource(Source):
@@ -106,4 +106,4 @@ def stream_over(source, **options):
     """A `Stream` whose arguments and `StreamOptions` are given together."""
     names = [field.name for field in fields(StreamOptions) if field.name in options]
     seldom = StreamOptions(**{name: options.pop(name) for name in names})
-    return Stream(source, options=seldom, **options)
+    return ArrayStream(source, options=seldom, **options)

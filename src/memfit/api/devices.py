@@ -13,7 +13,7 @@ from memfit.core import env
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput
 from memfit.core.units import format_size, parse_size
-from memfit.core.verification import read_calibration
+from memfit.core.verification import Verification
 
 _CALIBRATION = ".json"
 
@@ -22,7 +22,7 @@ def resolve(device: Any, stack: str | None = None) -> Device:
     """The device that the caller means, on a stack of that name, as `memfit.calibrate` measured it where it has."""
     if isinstance(device, str | os.PathLike) and os.fspath(device).endswith(_CALIBRATION):
         # The file brings the stack of the machine on which it was made.
-        calibration = read_calibration(device)
+        calibration = Verification.load(device)
         known = find_device(calibration.device.name)
         known = replace(known, stack=calibration.device.stack) if stack is None else on_stack(known, stack)
         return calibration.calibrated(known)
@@ -30,7 +30,7 @@ def resolve(device: Any, stack: str | None = None) -> Device:
     path = calibration_path(known)
     if isinstance(device, Device) or not os.path.exists(path):
         return known
-    return read_calibration(path).calibrated(known)
+    return Verification.load(path).calibrated(known)
 
 
 def calibration_path(device: Device) -> Path:

@@ -17,8 +17,7 @@ from memfit.data.array import ArrayFile, open_array
 from memfit.data.geometry import divide, sizes_of
 from memfit.data.source import Layout
 from memfit.data.sources.opening import open_source
-from memfit.data.stream import DEFAULTS, StreamOptions, given_dtypes
-from memfit.data.stream import Stream as _Stream
+from memfit.data.stream import DEFAULTS, ArrayStream, StreamOptions, given_dtypes
 
 if TYPE_CHECKING:
     from memfit.frameworks.keras.streaming import KerasStream
@@ -33,7 +32,7 @@ _AUTO_SHARE = 4
 _AUTO_LEAST, _AUTO_MOST = 64 * MIB, 4 * GIB
 
 
-class Stream(_Stream):
+class Stream(ArrayStream):
     """Batches of data that may be larger than memory; each iteration is an epoch. Made by `memfit.stream`.
 
     As it is, it gives NumPy arrays, read by one thread ahead. `loader`, `torch`, `keras`, `tensorflow` and `parallel`

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 from memfit.catalogue.host import host_memory_bytes
-from memfit.catalogue.rows import Row, assume_context_bytes, read_instances, read_rows
+from memfit.catalogue.rows import DeviceRow, assume_context_bytes, read_instances, read_rows
 from memfit.catalogue.stacks import on_stack
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import InvalidSize, UnknownDevice
@@ -92,9 +92,9 @@ def _squeeze(words: list[str]) -> str:
 
 
 @cache
-def _index() -> dict[str, tuple[Row, ...]]:
+def _index() -> dict[str, tuple[DeviceRow, ...]]:
     """Rows by squeezed name, the preferred one first."""
-    index: dict[str, list[Row]] = {}
+    index: dict[str, list[DeviceRow]] = {}
     for row in read_rows():
         names = [_split(name) for name in (row.device.name, row.device.title, *row.aliases)]
         # The name without its memory belongs to every variant; the order of the file says which is preferred.

@@ -20,7 +20,7 @@ _WIDE_CAPABILITIES = {(6, 0), (6, 1), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DeviceRow:
     """A device with what only the catalogue needs to know of it."""
 
     device: Device
@@ -45,13 +45,13 @@ def read_instances() -> dict[str, str]:
 
 
 @cache
-def read_rows() -> tuple[Row, ...]:
+def read_rows() -> tuple[DeviceRow, ...]:
     """All rows of the catalogue, CUDA devices first."""
     content = _content()
     return tuple(_row(kind, entry) for kind in (Kind.CUDA, Kind.HOST) for entry in content[kind.value])
 
 
-def _row(kind: Kind, entry: dict[str, Any]) -> Row:
+def _row(kind: Kind, entry: dict[str, Any]) -> DeviceRow:
     """A row of the file; one of the host's devices says nothing of memory, capability or context."""
     capability = tuple(entry["capability"]) if "capability" in entry else None
     context_bytes = entry.get("context_bytes")
@@ -75,7 +75,7 @@ def _row(kind: Kind, entry: dict[str, Any]) -> Row:
         date=entry["date"],
         cache_bytes=round(entry["cache_mib"] * MIB) if "cache_mib" in entry else None,
     )
-    return Row(device, tuple(entry.get("aliases", ())), entry.get("context_source"))
+    return DeviceRow(device, tuple(entry.get("aliases", ())), entry.get("context_source"))
 
 
 def assume_context_bytes(capability: tuple[int, int], num_multiprocessors: int) -> int:

@@ -9,9 +9,7 @@ Each has its own --help. Exit codes: 0 done, 2 bad usage or input, 130 interrupt
 """
 
 import argparse
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import memfit
@@ -109,31 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action is None:
         arguments.parser.print_help()
         return EXIT_FITS
-    try:
-        result, report = {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
-    except BadInput as error:
-        error.args = tuple(_as_options(part) if isinstance(part, str) else part for part in error.args)
-        raise
+    result, report = {"inspect": _inspect, "convert": _convert, "bench": _bench}[arguments.action](arguments)
     if arguments.json:
         output.print_json(result.to_json())
     elif not getattr(arguments, "quiet", False):
         output.print_report(report(result))
     return EXIT_FITS
-
-
-def _as_options(text: str) -> str:
-    """A message about arguments of Python, as one about options of the command line.
-
-    >>> _as_options("Leave out with columns= (the names), or use labels=. labels='a' was given for 'labels=1/x.csv'")
-    "Leave out with --columns (the names), or use --labels. --labels 'a' was given for 'labels=1/x.csv'"
-    >>> _as_options('a stream leaves such images out with on_error="skip".')
-    'a stream leaves such images out with --on-error skip.'
-    """
-    # Files and folders may be called so: then a slash or a quote stands before it, or a value without quotes behind it.
-    named = r"(?<![\w/\\'\"-])(columns|labels)="
-    text = text.replace("follow_links=True", "--follow-links").replace('on_error="skip"', "--on-error skip")
-    text = re.sub(named + r"(?=[\s,;:)]|\.(?![\w.])|$)", r"--\1", text)
-    return re.sub(named + r"(?=['\"\[(]|\.\.\.)", r"--\1 ", text)
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
@@ -173,13 +152,12 @@ def _inspect(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
     from memfit.reports.data.figures import inspection_report
 
     inspection = memfit.inspect_data(arguments.path, **_reading(arguments), **_streaming(arguments))
-    return replace(inspection, warnings=tuple(map(_as_options, inspection.warnings))), inspection_report
+    return inspection, inspection_report
 
 
 def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
     from memfit.reports.data.figures import conversion_report
 
-    image_size = None if arguments.image_size is None else _image_size(arguments.image_size)
     with output.transfer_progress("converting", quiet=arguments.quiet or arguments.json) as progress:
         conversion = memfit.convert_data(
             arguments.source,
@@ -188,18 +166,11 @@ def _convert(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:
             compression=arguments.compress,
             overwrite=arguments.overwrite,
             options=memfit.ConvertOptions(
-                arguments.chunk, arguments.allow_overflow, arguments.follow_links, progress, image_size
+                arguments.chunk, arguments.allow_overflow, arguments.follow_links, progress, arguments.image_size
             ),
             **_reading(arguments),
         )
     return conversion, conversion_report
-
-
-def _image_size(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,9}))?", text.lower())
-    if not match:
-        raise BadInput(f"--image-size {text!r} is no size of images. Write 224, or height and width: 240x320.")
-    return int(match[1]), int(match[2] or match[1])
 
 
 def _bench(arguments: argparse.Namespace) -> tuple[Any, Callable[[Any], Any]]:

@@ -18,7 +18,7 @@ import argparse
 from memfit.api import run as _run
 from memfit.commands import output, targets
 from memfit.core.progress import announce
-from memfit.core.supervised import Outcome, SupervisedRun
+from memfit.core.supervised import RunOutcome, SupervisedRun
 from memfit.reports.run import figures as supervised_figures
 
 
@@ -67,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _report(result: SupervisedRun, arguments: argparse.Namespace) -> None:
     if arguments.json:
         output.print_json(result.to_json())
-    elif len(result.attempts) > 1 or result.outcome is Outcome.OUT_OF_MEMORY:
+    elif len(result.attempts) > 1 or result.outcome is RunOutcome.OUT_OF_MEMORY:
         # Standard output is the script's.
         output.print_report(supervised_figures.report(result, brief=True), stderr=True)
-    elif result.outcome is not Outcome.INTERRUPTED:
+    elif result.outcome is not RunOutcome.INTERRUPTED:
         announce(supervised_figures.verdict(result))
     if arguments.html:
         result.report(arguments.html)

@@ -4,10 +4,9 @@ The child process that runs the script writes a `DryRun` as JSON; `Request` is w
 import this module and nothing of each other.
 """
 
-import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from memfit.core.replay import AllocatorOptions, OutOfMemory
 from memfit.core.reporters import Reported, Reporters
 from memfit.core.settings import Settings
 from memfit.core.timeline import Phase
-from memfit.core.typed_data import checked, header, made_of, reading
+from memfit.core.typed_data import Saved
 from memfit.core.units import format_size
 
 
@@ -115,7 +114,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ProgramFacts:
     """What a run showed of the program beside its memory, for those who plan another run of it."""
 
     # class names of the models called, in order; parts of the first have paths without a prefix, those of the others
@@ -151,7 +150,7 @@ class DryRunOptions:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DryRun(Reported):
+class DryRun(Saved, Reported):
     """How a script fared on a simulated device.
 
     Args:
@@ -181,6 +180,7 @@ class DryRun(Reported):
     """
 
     reporters: ClassVar = Reporters[Any]()
+    saved_as = "dryrun", "a dry run"
 
     script: str
     arguments: tuple[str, ...]
@@ -197,7 +197,7 @@ class DryRun(Reported):
     scan: Scan | None = None
     seconds: float = 0.0
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
-    seen: Seen | None = None
+    seen: ProgramFacts | None = None
     suspicion: str = ""
     module: bool = False
     processes: dict[str, int] = field(default_factory=dict)
@@ -239,30 +239,23 @@ class DryRun(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
-        data = asdict(replace(self, estimate=None))
+        data = Saved.to_json(replace(self, estimate=None))
         for name in ("seen", "suspicion"):
             if not data[name]:
                 del data[name]
         return {
-            **header("dryrun"),
             **data,
             "estimate": None if self.estimate is None else self.estimate.to_json(),
             "fits": self.fits,
             "exit_code_of_command": self.exit_code_of_command,
         }
 
-    @classmethod
-    def from_json(cls, data: Any) -> "DryRun":
-        """The dry run that `to_json` wrote, from its structure or its text."""
-        with reading(data, "dryrun", "a dry run") as plain:
-            run = made_of(cls, plain)
-            checked(replace(run, estimate=None), "a dry run")
-            return run
-
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(Saved):
     """What the parent asks of the child that runs the script."""
+
+    saved_as = "dryrun request", "a request"
 
     script: str  # path of the file, or dotted name of the module
     module: bool  # whether it is a module, as for `python -m`
@@ -291,7 +284,7 @@ class Request:
     # folders in which to keep what the script writes, the first that can; none: its writes are real
     layers: tuple[str, ...] = ()
 
-    def after(self, seen: Seen, loader_ordinal: int | None) -> "Request":
+    def after(self, seen: ProgramFacts, loader_ordinal: int | None) -> "Request":
         """The request of a later run, with what the first run has seen of the script's batches."""
         return replace(self, loader_ordinal=loader_ordinal, batch_lines=seen.batch_lines, batch_size=seen.batch_size)
 
@@ -299,12 +292,3 @@ class Request:
     def splits(self) -> bool:
         """Whether the script's batches can be split from outside."""
         return self.batch_size is not None and (self.loader_ordinal is not None or bool(self.batch_lines))
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain structure that `json` can write."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> "Request":
-        """The request that `to_json` wrote, from its structure or its text."""
-        return made_of(cls, json.loads(data) if isinstance(data, str | bytes) else data)

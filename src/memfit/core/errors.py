@@ -72,6 +72,16 @@ class MissingDependency(MemfitError):
     """An optional part that isn't installed."""
 
 
+def reason_of(error: BaseException) -> str:
+    """What an error says of itself, in one line and without a full stop; its type where it says nothing.
+
+    >>> reason_of(FileNotFoundError(2, "No such file or directory")), reason_of(KeyError())
+    ('No such file or directory', 'KeyError')
+    """
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(text.split()).rstrip(". ") or type(error).__name__
+
+
 EXTRAS = {
     "bitsandbytes": "quantized",
     "fsspec": "data",

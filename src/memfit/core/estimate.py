@@ -12,7 +12,7 @@ from memfit.core.replay import Replay
 from memfit.core.reporters import Reported, Reporters
 from memfit.core.spread import Spread, cache_spread, capacity_width, combined, probability
 from memfit.core.timeline import Block, Timeline
-from memfit.core.typed_data import checked, header, made_of, reading
+from memfit.core.typed_data import Saved, made_of
 from memfit.core.units import format_size
 
 DRY_RUN = "dry run"
@@ -78,6 +78,11 @@ class HostMemory:
         """Sum of all parts."""
         return sum(self.parts.values())
 
+    @classmethod
+    def from_json(cls, parts: Any) -> "HostMemory":
+        """What an estimate's file has of it: the parts."""
+        return made_of(cls, [parts])
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -107,7 +112,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate(Reported):
+class Estimate(Saved, Reported):
     """Peak memory of one training or inference step on a device.
 
     Args:
@@ -134,6 +139,7 @@ class Estimate(Reported):
     """
 
     reporters: ClassVar = Reporters[Any]()
+    saved_as = "estimate", "an estimate"
 
     subject: str
     device: Device
@@ -295,10 +301,10 @@ class Estimate(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
-        plain = asdict(replace(self, timeline=Timeline((), 0), spreads=self.all_spreads, rescale=None, vary=None))
+        bare = replace(self, timeline=Timeline((), 0), spreads=self.all_spreads, rescale=None, vary=None)
+        plain = Saved.to_json(bare)
         del plain["rescale"], plain["vary"]
         return {
-            **header("estimate"),
             **plain,
             "peak_bytes": self.peak_bytes,
             "allocated_peak_bytes": self.allocated_peak_bytes,
@@ -318,16 +324,6 @@ class Estimate(Reported):
             },
             "timeline": self.timeline.to_json(),
         }
-
-    @classmethod
-    def from_json(cls, data: Any) -> "Estimate":
-        """The estimate that `to_json` wrote, from its structure or its text."""
-        with reading(data, "estimate", "an estimate") as plain:
-            given = {**plain, "host": {"parts": plain["host"]}, "rescale": None, "vary": None}
-            estimate = made_of(cls, given)
-            # The timeline, which may be long, has been looked at.
-            checked(replace(estimate, timeline=Timeline((), 0)), "an estimate")
-            return estimate
 
 
 def _source_of(timeline: Timeline) -> Callable[[Block], str]:

@@ -42,7 +42,7 @@ _ITEM_BYTES = {"double": 8, "int64": 8, "float": 4, "int32": 4, "uint32": 4, "ha
 _FACTORS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50, "e": 2**60}
 
 
-class Sizes(NamedTuple):
+class NamedSizes(NamedTuple):
     """Bytes that a message names; None for what it doesn't."""
 
     requested: int | None = None
@@ -50,30 +50,30 @@ class Sizes(NamedTuple):
     total: int | None = None
 
 
-def read_sizes(text: str) -> Sizes:
+def read_sizes(text: str) -> NamedSizes:
     """Sizes as most messages write them.
 
     >>> read_sizes("Tried to allocate 2.00 MiB (GPU 0; 1.00 GiB total capacity; 1.50 KiB free)")
-    Sizes(requested=2097152, free=1536, total=1073741824)
+    NamedSizes(requested=2097152, free=1536, total=1073741824)
     """
-    return Sizes(*(_size(pattern.search(text)) for pattern in (_REQUESTED, _FREE, _TOTAL)))
+    return NamedSizes(*(_size(pattern.search(text)) for pattern in (_REQUESTED, _FREE, _TOTAL)))
 
 
-def _read_mps_sizes(text: str) -> Sizes:
+def _read_mps_sizes(text: str) -> NamedSizes:
     """Sizes in a message of Apple's MPS backend: requested, free and total bytes."""
     used = _MPS.search(text)
     if used is None:
         return read_sizes(text)
     ours, others, allowed = (_bytes(used[index], used[index + 1]) for index in (1, 3, 5))
-    return Sizes(read_sizes(text).requested, max(0, allowed - ours - others), allowed)
+    return NamedSizes(read_sizes(text).requested, max(0, allowed - ours - others), allowed)
 
 
-def _read_tensor_size(text: str) -> Sizes:
+def _read_tensor_size(text: str) -> NamedSizes:
     """Requested bytes in a message of TensorFlow, which gives a tensor's shape or a number of bytes."""
     shape = _SHAPE.search(text)
     if shape is None:
         return read_sizes(text)
-    return Sizes(math.prod(int(size) for size in shape[1].split(",") if size) * _ITEM_BYTES.get(shape[2], 1))
+    return NamedSizes(math.prod(int(size) for size in shape[1].split(",") if size) * _ITEM_BYTES.get(shape[2], 1))
 
 
 def _size(match: re.Match[str] | None) -> int | None:
@@ -93,7 +93,7 @@ def _bytes(number: str, unit: str) -> int:
 _BY_TEXT = ("RuntimeError", "ImportError", "SystemError", "tensorflow.OpError")
 
 
-class Entry(NamedTuple):
+class ErrorSign(NamedTuple):
     """One way to report that memory ran out."""
 
     source: str  # who reports it, as in `MemoryFailure`
@@ -101,7 +101,7 @@ class Entry(NamedTuple):
     text: re.Pattern[str]  # found in the message
     types: tuple[str, ...]
     """Exception classes, subclasses included: "torch.OutOfMemoryError" by package name, "MemoryError" for Python's."""
-    sizes: Callable[[str], Sizes]  # reads the bytes that the message names
+    sizes: Callable[[str], NamedSizes]  # reads the bytes that the message names
 
 
 _HOST, _DEVICE = Where.HOST, Where.DEVICE
@@ -114,12 +114,12 @@ def _entry(
     where: Where | None,
     text: str = "",
     types: tuple[str, ...] = _BY_TEXT,
-    sizes: Callable[[str], Sizes] = read_sizes,
-) -> Entry:
-    return Entry(source, where, re.compile(text, re.IGNORECASE | re.MULTILINE), types, sizes)
+    sizes: Callable[[str], NamedSizes] = read_sizes,
+) -> ErrorSign:
+    return ErrorSign(source, where, re.compile(text, re.IGNORECASE | re.MULTILINE), types, sizes)
 
 
-TABLE: tuple[Entry, ...] = (
+TABLE: tuple[ErrorSign, ...] = (
     # By type.
     _entry("torch", _DEVICE, r"MPS backend out of memory", ("torch.OutOfMemoryError", *_BY_TEXT), _read_mps_sizes),
     _entry("cuda", _DEVICE, r"\bCUDA\b", ("torch.OutOfMemoryError",)),

@@ -2,15 +2,15 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from memfit.core.device import Device, Origin
-from memfit.core.errors import BadFile, MemfitError
+from memfit.core.errors import MemfitError
 from memfit.core.estimate import Estimate, Note
 from memfit.core.reporters import Reported, Reporters, not_there, written
 from memfit.core.settings import Keeps, Settings
-from memfit.core.typed_data import checked, header, made_of, reading
+from memfit.core.typed_data import Saved
 from memfit.core.units import format_size
 
 
@@ -108,7 +108,7 @@ actions = _Actions()
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Reported):
+class Plan(Saved, Reported):
     """How to run a step so that it fits, as fast as is known.
 
     Args:
@@ -134,6 +134,8 @@ class Plan(Reported):
     """
 
     reporters: ClassVar = actions
+    saved_as = "plan", "a plan"
+    how_to_get = "Give a file that plan.save wrote."
 
     subject: str
     device: Device
@@ -200,33 +202,11 @@ class Plan(Reported):
         """Writes the plan as JSON, whole or not at all."""
         written(lambda: actions.write_json(self.to_json(), os.fspath(path)), "plan", path)
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """The plan that `save` wrote."""
-        try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise BadFile(
-                f"the plan {str(path)!r} can't be read: {reason}. Give a file that plan.save wrote."
-            ) from error
-        try:
-            return cls.from_json(text)
-        except BadFile as error:
-            raise BadFile(f"the plan {str(path)!r} can't be read: {error}") from None
-
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
-        plain = asdict(replace(self, estimate_before=None, estimate_after=None))
+        plain = Saved.to_json(replace(self, estimate_before=None, estimate_after=None))
         del plain["estimate_before"], plain["estimate_after"]
-        return {**header("plan"), **plain, "fits": self.fits, "keeps": self.keeps.value}
-
-    @classmethod
-    def from_json(cls, data: Any) -> "Plan":
-        """The plan that `to_json` wrote, from its structure or its text."""
-        with reading(data, "plan", "a plan") as plain:
-            return checked(made_of(cls, plain), "a plan")
+        return {**plain, "fits": self.fits, "keeps": self.keeps.value}
 
 
 class PlanNotFound(MemfitError):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.core.shown import Shown
 
 Result = TypeVar("Result")
@@ -21,7 +21,7 @@ def written(write: Callable[[], object], what: str, path: str | os.PathLike[str]
         write()
     except OSError as error:
         raise BadFile(
-            f"the {what} can't be written to {str(path)!r}: {error.strerror or error}. "
+            f"the {what} can't be written to {str(path)!r}: {reason_of(error)}. "
             "Give the path of a file in a folder that exists and can be written to."
         ) from error
 

@@ -10,12 +10,12 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memfit.core import env
-from memfit.core.typed_data import made_of
+from memfit.core.typed_data import Saved
 
 EVENTS, TRACEBACK = "events.jsonl", "traceback.txt"
 """Names of the files of events and of the traceback that ended the script, which are beside the request."""
@@ -25,8 +25,10 @@ _MAX_FILE_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
-class RunRequest:
+class RunRequest(Saved):
     """What one attempt of a supervised run is to be."""
+
+    saved_as = "run request", "a request of a run"
 
     attempt: int = 1  # from 1 on
     checkpoint: str | None = None  # folder for checkpoints, from whose last one it goes on; None where none was named
@@ -41,18 +43,6 @@ class RunRequest:
     data_limit_bytes: int | None = None  # most data that the process may map (RLIMIT_DATA); None without a limit
     verbose: bool = False  # whether tracebacks of failures for lack of memory are shown
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain structure that `json` can write."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> "RunRequest":
-        """The request that `to_json` wrote, from its structure or its text; what it doesn't know is left out."""
-        data = json.loads(data) if isinstance(data, str | bytes) else data
-        if not isinstance(data, dict):
-            raise TypeError(f"a request is an object, not {type(data).__name__}")
-        return made_of(cls, data)
-
 
 def current() -> RunRequest | None:
     """The request of the supervised run that this process is part of; None outside of one."""
@@ -61,7 +51,7 @@ def current() -> RunRequest | None:
         return None
     try:
         return RunRequest.from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError):
         # The supervisor is gone, or the variable is a leftover: the script runs on its own.
         return None
 

@@ -5,12 +5,12 @@ read the same object, so that what was proven is what runs. The defaults leave t
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.core.typed_data import Count, from_plain, mismatch
+from memfit.core.typed_data import Count, made_of
 
 
 class Keeps(StrEnum):
@@ -137,19 +137,10 @@ class Settings:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Settings":
         """The settings that `to_json` wrote."""
-        hints = get_type_hints(cls, include_extras=True)
-        unknown = sorted(set(data) - set(hints))
+        unknown = sorted(set(data) - {field.name for field in fields(cls)})
         if unknown:
             raise BadFile(f"settings that this version doesn't know: {', '.join(unknown)}. Update memfit.")
-        values: dict[str, Any] = {}
-        for name, value in data.items():
-            hint = hints[name]
-            try:
-                values[name] = from_plain(hint, value)
-                is_right = isinstance(value, list | tuple) == (get_origin(hint) is tuple)
-                is_right = is_right and not mismatch(values[name], hint)
-            except (TypeError, ValueError, AttributeError):
-                is_right = False
-            if not is_right:
-                raise BadFile(f"the setting {name} is {value!r}, which is invalid. Give a file that plan.save wrote.")
-        return cls(**values)
+        try:
+            return made_of(cls, data)
+        except (TypeError, ValueError) as error:
+            raise BadFile(f"the setting {error}. Give a file that plan.save wrote.") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """A part of the step that can be computed again, with what it keeps and computes for one sample.
 
     `path` is as in `Settings.checkpoint`; work is that of its forward pass, in any unit that all parts share.
@@ -43,7 +43,7 @@ class StepFacts:
     framework: str
     precisions: tuple[str, ...]
     moves: frozenset[str]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StepPart, ...] = ()
     not_recomputed: str = ""
     not_split: str = ""
     approximate: str = ""

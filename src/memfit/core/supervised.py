@@ -1,15 +1,15 @@
 """The answer of `memfit.run`: how a script fared under supervision, attempt by attempt, and its memory over time."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
 from memfit.core.reporters import Reported, Reporters
-from memfit.core.typed_data import checked, header, made_of, reading
+from memfit.core.typed_data import Saved
 from memfit.core.units import format_size
 
 
-class Outcome(StrEnum):
+class RunOutcome(StrEnum):
     """How a supervised run ended."""
 
     COMPLETED = "completed"  # the script ended by itself with exit code 0
@@ -115,7 +115,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class RunMark:
     """Something that happened, for the page."""
 
     seconds: float  # from the start of the run on
@@ -124,7 +124,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SupervisedRun(Reported):
+class SupervisedRun(Saved, Reported):
     """How a script fared under supervision.
 
     Args:
@@ -144,14 +144,15 @@ class SupervisedRun(Reported):
     """
 
     reporters: ClassVar = Reporters[Any]()
+    saved_as = "run", "a run"
 
     script: str
     arguments: tuple[str, ...]
     attempts: tuple[Attempt, ...]
-    outcome: Outcome
+    outcome: RunOutcome
     exit_code: int
     history: tuple[Sample, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[RunMark, ...] = ()
     budget_bytes: int | None = None
     limit_bytes: int | None = None
     limit_of: str = ""
@@ -171,16 +172,6 @@ class SupervisedRun(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
-        return {
-            **header("run"),
-            **asdict(self),
-            # Thousands of them.
-            "history": [[s.seconds, s.script_bytes, s.others_bytes, s.group_bytes] for s in self.history],
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> "SupervisedRun":
-        """The run that `to_json` wrote, from its structure or its text."""
-        with reading(data, "run", "a run") as plain:
-            history = [dict(zip(Sample.__slots__, row, strict=True)) for row in plain["history"]]
-            return checked(made_of(cls, {**plain, "history": history}), "a run")
+        # Thousands of them.
+        history = [[s.seconds, s.script_bytes, s.others_bytes, s.group_bytes] for s in self.history]
+        return {**Saved.to_json(replace(self, history=())), "history": history}

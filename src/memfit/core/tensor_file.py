@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy
 
+from memfit.core.errors import reason_of
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import open_plain
 
@@ -48,7 +49,7 @@ _NAMES = {short: (name, item_bytes) for name, (short, item_bytes) in FORMAT.item
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor to be written."""
 
     name: str  # in the file
@@ -58,9 +59,9 @@ class Entry:
     pieces: Callable[[], Iterable[Any]]  # gives its values as bytes, row by row, when it is its turn
 
 
-def array_entry(name: str, array: Any) -> Entry:
+def array_entry(name: str, array: Any) -> TensorEntry:
     """A numpy array to be written."""
-    return Entry(name, array.dtype.name, array.shape, array.dtype.itemsize, lambda: array_pieces(array))
+    return TensorEntry(name, array.dtype.name, array.shape, array.dtype.itemsize, lambda: array_pieces(array))
 
 
 def array_pieces(array: Any) -> Iterator[memoryview]:
@@ -89,7 +90,7 @@ def numpy_dtype(name: str) -> Any:
     raise BadCheckpoint(f"{name!r} is not a dtype that a checkpoint can hold.")
 
 
-def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> None:
+def write(path: Path, entries: Iterable[TensorEntry], metadata: dict[str, str] | None = None) -> None:
     """Writes tensors into one file."""
     # Wide types first: so every tensor begins at a multiple of its own element's size, as readers expect.
     entries = sorted(entries, key=lambda entry: (-entry.item_bytes, entry.name))
@@ -130,7 +131,7 @@ class TensorFile:
             with open_plain(path) as file:
                 self._stored = _read_header(file, os.fstat(file.fileno()).st_size)
         except OSError as error:
-            raise BadCheckpoint(f"{path} can't be read: {error.strerror or error}") from error
+            raise BadCheckpoint(f"{path} can't be read: {reason_of(error)}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise BadCheckpoint(f"{path} is no safetensors file, or is damaged: {error}") from None
 

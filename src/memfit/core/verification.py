@@ -4,20 +4,15 @@ Saved, it is the calibration of that device: what `memfit.calibrate` writes, and
 """
 
 import os
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadFile
-from memfit.core.plain_files import read_plain
 from memfit.core.reporters import Printed, Reporters, written
-from memfit.core.typed_data import Count, checked, header, made_of, reading
+from memfit.core.typed_data import Count, Saved
 from memfit.core.units import format_size
-
-_MOST_BYTES = 2**20
-_HOW = "Name a file that `memfit calibrate` wrote; where it is kept in memfit's cache folder, remove it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ def _error(predicted: int | None, measured: int | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Verification(Printed):
+class Verification(Saved, Printed):
     """A device in hand, measured, and predictions for it beside measurements.
 
     Args:
@@ -116,6 +111,8 @@ class Verification(Printed):
     num_left_out: int = 0
 
     reporters: ClassVar = Reporters[Any]()
+    saved_as = "verification", "a calibration"
+    how_to_get = "Name a file that `memfit calibrate` wrote; where it is kept in memfit's cache folder, remove it."
 
     def summary(self) -> str:
         """How far predictions were off at most."""
@@ -191,25 +188,20 @@ class Verification(Printed):
         """Writes it as a calibration file, whole or not at all; raises BadFile where that can't be."""
         written(lambda: self.reporters.write_json(self.to_json(), os.fspath(path)), "calibration", path)
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain structure that `json` can write, and `from_json` read back."""
-        return {**header("verification"), **asdict(self)}
-
     @classmethod
-    def from_json(cls, data: Any) -> "Verification":
+    def from_json(cls, data: Any) -> Self:
         """What `to_json` wrote, from its structure or its text."""
-        with reading(data, "verification", "a calibration") as plain:
-            result = checked(made_of(cls, plain), "a calibration")
-            if result.device.stack is not None and len(result.device.stack.torch) < 2:
-                raise BadFile("not a calibration written by memfit: device.stack.torch is no version, such as [2, 4].")
-            return result
+        result = super(Verification, cls).from_json(data)
+        if result.device.stack is not None and len(result.device.stack.torch) < 2:
+            raise BadFile("not a calibration written by memfit: device.stack.torch is no version, such as [2, 4].")
+        return result
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Refuses to write a calibration over what is there and is none."""
     try:
         if os.path.getsize(path):
-            read_calibration(path)
+            Verification.load(path)
     except BadFile as error:
         raise BadFile(
             f"{os.fspath(path)!r} is there already and is no calibration: it would be lost. Name another file, or "
@@ -217,21 +209,3 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
         ) from error
     except (OSError, ValueError):
         return  # missing, or for `save` to refuse
-
-
-def read_calibration(path: str | os.PathLike[str]) -> Verification:
-    """The calibration in a file.
-
-    Raises:
-        BadFile: it can't be read, or is none.
-    """
-    try:
-        # A link to a calibration is as good as the file; a FIFO or a device is not.
-        text = read_plain(Path(os.path.realpath(path)), _MOST_BYTES)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise BadFile(f"the calibration {os.fspath(path)!r} can't be read: {why}. {_HOW}") from error
-    try:
-        return Verification.from_json(text)
-    except BadFile as error:
-        raise BadFile(f"{os.fspath(path)!r}: {str(error).rstrip('.')}. {_HOW}") from None

@@ -6,14 +6,16 @@ numbers is measured and reported. An interrupted conversion to .npy goes on wher
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.shown import Shown
+from memfit.core.typed_data import Saved
 from memfit.core.units import format_size, parse_size
 from memfit.data.files import matches
 from memfit.data.journal import Journal
@@ -34,8 +36,10 @@ class ConvertedField:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Conversion(Shown):
+class Conversion(Saved, Shown):
     """What a conversion did; everything in it is measured."""
+
+    saved_as = "conversion", "a conversion"
 
     source: str
     destination: str
@@ -67,9 +71,8 @@ class Conversion(Shown):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON."""
-        head = {"format": "memfit conversion", "version": 1, "origin": "measured"}
-        return {**head, **asdict(self), **self.totals}
+        """A plain structure that `json` can write, and `from_json` read back."""
+        return {**Saved.to_json(self), "origin": "measured", **self.totals}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,14 @@ class ConvertOptions:
         allow_overflow: let values become infinite that are too large for the new type.
         follow_links: as for `memfit.stream`.
         progress: called with the bytes of the source that are done, and all of them.
-        image_size: height and width, or one number for both, that images are resized to.
+        image_size: height and width, or one number for both, that images are resized to; "240x320" too.
     """
 
     chunk: str | int | None = None
     allow_overflow: bool = False
     follow_links: bool = False
     progress: Progress | None = None
-    image_size: int | tuple[int, int] | None = None
+    image_size: int | str | tuple[int, int] | None = None
 
 
 _DEFAULTS = ConvertOptions()
@@ -165,7 +168,7 @@ def convert_data(
                 stack.enter_context(journal.locked(wait=False))
             except OSError as error:
                 raise BadFile(
-                    f"{str(path)!r} can't be written: {error.strerror or error}. Name another destination."
+                    f"{str(path)!r} can't be written: {reason_of(error)}. Name another destination."
                 ) from error
             _check_room(path, target, journal)
             statistics, resumed_at = Transfer(
@@ -227,14 +230,18 @@ def size_on_disk(paths: Sequence[Path]) -> int:
     return total
 
 
-def _parsed_size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def _parsed_size(size: int | str | tuple[int, int] | None) -> tuple[int, int] | None:
     if size is None:
         return None
-    numbers = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    sides: Any = size
+    if isinstance(size, str) and re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})?", size.lower()):
+        first, _, second = size.lower().partition("x")
+        sides = int(first), int(second or first)
+    numbers = sides if isinstance(sides, tuple | list) else (sides, sides)
     if len(numbers) != 2 or any(type(number) is not int or not 0 < number <= _MOST_PIXELS for number in numbers):
         raise BadInput(
-            f"image_size={size!r} is no size of images. Give one number for squares, such as 224, or (height, width), "
-            f"from 1 to {_MOST_PIXELS:,} each."
+            f"image_size={size!r} is no size of images. Give one number for squares, such as 224, or height and width: "
+            f"(240, 320), on the command line 240x320, from 1 to {_MOST_PIXELS:,} each."
         )
     return numbers[0], numbers[1]
 

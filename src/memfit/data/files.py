@@ -20,9 +20,9 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.data import direct_reads
 
 _MAX_OPEN = 64
@@ -58,6 +58,9 @@ class ByteFile:
     def drop(self, offset: int, length: int) -> None:
         """Tells that these bytes aren't read again soon."""
 
+    def drop_now_and_then(self, num_bytes: int) -> None:
+        """Tells that others have read so many bytes of it, somewhere."""
+
     def close(self) -> None:
         """Closes what this process has open of it; a later read opens it again."""
 
@@ -92,7 +95,7 @@ def stat_of(path: str | os.PathLike[str]) -> tuple[int, float]:
     try:
         status = os.stat(os.path.expanduser(name))
     except (OSError, ValueError) as error:
-        raise BadFile(f"{name!r} can't be read: {_reason(error)}.") from error
+        raise BadFile(f"{name!r} can't be read: {reason_of(error)}.") from error
     return status.st_size, status.st_mtime
 
 
@@ -104,6 +107,51 @@ def is_remote(name: str) -> bool:
 def absolute(name: str) -> str:
     """A path that means the same in workers that run in another folder; an address as it is."""
     return name if is_remote(name) else os.path.abspath(os.path.expanduser(name))
+
+
+class FolderEntry(NamedTuple):
+    """Something in a folder."""
+
+    name: str
+    is_folder: bool
+    size: int = 0  # bytes of a file, where the folder is remote and its server says it
+
+
+def list_folder(folder: str) -> list[FolderEntry]:
+    """What isn't hidden in a folder, or behind the address of one, sorted by name."""
+    if is_remote(folder):
+        from memfit.data.remote_files import list_remote
+
+        entries = list_remote(folder.rstrip("/"))
+    else:
+        try:
+            with os.scandir(os.path.expanduser(folder)) as scanned:
+                entries = [FolderEntry(each.name, _leads_to_folder(each)) for each in scanned]
+        except OSError as error:
+            raise BadFile(f"{folder!r} can't be looked into: {reason_of(error)}.") from error
+    return sorted(entry for entry in entries if not entry.name.startswith("."))
+
+
+def _leads_to_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        # A link that leads in a circle.
+        return False
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder at a path or an address; False where there is nothing."""
+    if is_remote(path):
+        from memfit.data.remote_files import is_remote_folder
+
+        return is_remote_folder(path)
+    return os.path.isdir(os.path.expanduser(path))
+
+
+def join(folder: str, name: str) -> str:
+    """Path or address of something in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
 
 
 def drop_pages(descriptor: int, offset: int = 0, length: int = 0) -> None:
@@ -224,7 +272,7 @@ class LocalFile(ByteFile):
             try:
                 count = os.preadv(opened.number, [view[done : done + _MAX_READ_BYTES]], offset + done)
             except OSError as error:
-                raise BadFile(f"{self.name!r} can't be read at offset {offset + done}: {_reason(error)}.") from error
+                raise BadFile(f"{self.name!r} can't be read at offset {offset + done}: {reason_of(error)}.") from error
             if count == 0:
                 raise BadFile(
                     f"{self.name!r} ends too early: of {len(view)} bytes at offset {offset} the last "
@@ -288,7 +336,7 @@ class LocalFile(ByteFile):
         try:
             number = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise BadFile(f"{self.name!r} can't be opened: {_reason(error)}.") from error
+            raise BadFile(f"{self.name!r} can't be opened: {reason_of(error)}.") from error
         size = os.fstat(number).st_size
         if size < self.size:
             os.close(number)
@@ -385,7 +433,3 @@ class BlockReader(io.RawIOBase):
     def _read(self, offset: int, view: Any) -> None:
         self._file.read_into(offset, view)
         self._file.drop(offset, len(view))
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)

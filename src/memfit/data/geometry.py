@@ -68,25 +68,25 @@ def num_held(num_lanes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SampleBytes:
     """Bytes of one sample on its way: in a window, and in a batch that is given out."""
 
     held_bytes: int
     given_bytes: int
 
 
-def sizes_of(fields: Sequence[Field], given: Sequence[np.dtype[Any]]) -> Sizes:
+def sizes_of(fields: Sequence[Field], given: Sequence[np.dtype[Any]]) -> SampleBytes:
     """Bytes of a sample; windows hold the narrower of the stored and the given type."""
     held = total = 0
     for field, dtype in zip(fields, given, strict=True):
         num = max(1, field.sample_bytes) // field.dtype.itemsize
         held += num * min(dtype.itemsize, field.dtype.itemsize)
         total += num * dtype.itemsize
-    return Sizes(held, total)
+    return SampleBytes(held, total)
 
 
 def divide(
-    num_samples: int, layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: int, *, shuffle: bool
+    num_samples: int, layout: Layout, sizes: SampleBytes, batch_size: int, memory_bytes: int, *, shuffle: bool
 ) -> Geometry:
     """The division of `memory_bytes`."""
     if layout.is_by_sample:
@@ -127,7 +127,7 @@ def divide(
     return Geometry(num_samples, batch_size, num_lanes, window, block)
 
 
-def windows_bytes(geometry: Geometry, sizes: Sizes, *, shuffle: bool) -> int:
+def windows_bytes(geometry: Geometry, sizes: SampleBytes, *, shuffle: bool) -> int:
     """Bytes of all windows that are in memory at once, with the order of their samples."""
     held = sizes.held_bytes + (_ROW_BYTES if shuffle else 0)
     return geometry.num_windows_held * geometry.window_samples * held
@@ -146,7 +146,7 @@ def in_flight_bytes(batch_bytes: int, memory_bytes: int) -> int:
     return min(NUM_IN_FLIGHT * batch_bytes, max(memory_bytes // 4, 2 * batch_bytes))
 
 
-def _usable_bytes(layout: Layout, sizes: Sizes, batch_size: int, memory_bytes: int) -> int:
+def _usable_bytes(layout: Layout, sizes: SampleBytes, batch_size: int, memory_bytes: int) -> int:
     batch_bytes = batch_size * sizes.given_bytes
     in_flight = in_flight_bytes(batch_bytes, memory_bytes)
     usable = memory_bytes - in_flight - layout.scratch_bytes * min(num_readers(layout, memory_bytes), _NUM_COUNTED)

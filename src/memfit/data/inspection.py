@@ -3,28 +3,25 @@
 Only headers are read, and a few blocks for a first look at the values.
 """
 
-import math
 import os
-import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from memfit.catalogue.host import cgroup_limit_bytes, host_memory_bytes
-from memfit.core.env import spool_folder
-from memfit.core.errors import BadInput, MemfitError
+from memfit.core.errors import BadInput
 from memfit.core.shown import Shown
+from memfit.core.typed_data import Saved
 from memfit.core.units import KIB, MIB, format_size, parse_size
 from memfit.data.convert import paths_of, size_on_disk
-from memfit.data.source import Array, Field, Layout, SampleSource, Source
+from memfit.data.precision import ValueSummary
+from memfit.data.source import Array, Layout, SampleSource, Source, Storage
 from memfit.data.sources.joined import Passing
-from memfit.data.sources.npy import NpySource
-from memfit.data.sources.opening import kind_of, open_source
+from memfit.data.sources.opening import open_source
 from memfit.data.sources.tables import UnusableColumns
-from memfit.data.stream import DEFAULTS, Stream, StreamOptions
+from memfit.data.stream import DEFAULTS, ArrayStream, StreamOptions
 
 # The first look: so many runs of samples, evenly over the data, and no more bytes than this.
 _NUM_LOOKS = 16
@@ -36,21 +33,6 @@ _FEW_BLOCKS = 64
 _SMALL_FILE_BYTES = 16 * KIB
 _NUM_FILES_WEIGHED = 1000
 _MOST_NAMED = 40
-# A window of an ordinary budget holds only a few dozen blocks that are larger than this.
-_LARGE_BLOCK_BYTES = 4 * MIB
-# What libraries raise on a file that they can't make sense of; reading it says so better.
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, MemfitError, ImportError, zipfile.BadZipFile)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Values of a field in a sample of the data."""
-
-    num_values: int
-    minimum: float | None  # of finite values; None where there is none
-    maximum: float | None
-    num_nan: int
-    num_infinite: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +45,7 @@ class InspectedField:
     is_label: bool
     is_ragged: bool  # samples differ in shape
     size_bytes: int | None  # of all its samples in memory; None where they differ in shape
-    seen: Seen | None  # a first look at its values; None where they aren't numbers
+    seen: ValueSummary | None  # a first look at its values; None where they aren't numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +64,11 @@ class Streaming:
     is_unpacked_first: bool  # to a scratch folder
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How a file stores its samples."""
-
-    lines: tuple[str, ...] = ()  # in words
-    warnings: tuple[str, ...] = ()  # what is worth changing
-    is_text: bool = False  # numbers are stored as text, so that their types are the reader's
-
-
 @dataclass(frozen=True, slots=True, repr=False)
-class Inspection(Shown):
+class Inspection(Saved, Shown):
     """What is known of a file of samples without reading it."""
+
+    saved_as = "inspection", "an inspection"
 
     name: str
     num_samples: int
@@ -123,7 +98,7 @@ class Inspection(Shown):
             "seen": "sampled",
             "streaming": "computed",
         }
-        return {"format": "memfit inspection", "version": 1, "origins": origins, **asdict(self)}
+        return {**Saved.to_json(self), "origins": origins}
 
 
 def inspect_data(
@@ -158,7 +133,7 @@ def inspect_data(
     paths = list(paths_of(source))
     try:
         streaming, problem = _streaming(opened, memory_bytes, batch_size)
-        storage = storage_of(paths, opened.fields)
+        storage = opened.storage()
         host = host_memory_bytes()
         return Inspection(
             opened.name,
@@ -219,7 +194,7 @@ def _streaming(source: Source, memory_bytes: int, batch_size: int) -> tuple[Stre
         read = Passing(source, source.fields)
         read.layout = Layout()
     try:
-        stream = Stream(read, batch_size=batch_size, memory_bytes=memory_bytes)
+        stream = ArrayStream(read, batch_size=batch_size, memory_bytes=memory_bytes)
     except BadInput as error:
         return None, str(error)
     geometry, edges, num_samples = stream.geometry, read.layout.edges, source.num_samples
@@ -290,15 +265,13 @@ def _samples(source: Source) -> Iterator[Sequence[Array]]:
         yield arrays
 
 
-def seen(arrays: Sequence[Array]) -> Seen | None:
-    """What some values of a field are like."""
-    if not arrays:
-        return None
-    values = np.concatenate([array.reshape(-1) for array in arrays])
-    finite = values[np.isfinite(values)]
-    num_nan = int(np.count_nonzero(np.isnan(values)))
-    low, high = (finite.min().item(), finite.max().item()) if finite.size else (None, None)
-    return Seen(values.size, low, high, num_nan, values.size - finite.size - num_nan)
+def seen(arrays: Sequence[Array]) -> ValueSummary | None:
+    """What some values of a field are like; None where there are none."""
+    values = ValueSummary()
+    with np.errstate(invalid="ignore"):
+        for array in arrays:
+            values.count(array)
+    return values if values.num_values else None
 
 
 def _warnings(source: Source, streaming: Streaming | None, storage: Storage) -> Iterator[str]:
@@ -331,105 +304,3 @@ def _warnings(source: Source, streaming: Streaming | None, storage: Storage) -> 
             f"{streaming.neighbours_together:.1%} of samples are followed by one of the same block, against "
             f"{streaming.neighbours_at_best:.1%} in a full shuffle. More memory helps{smaller}."
         )
-
-
-def storage_of(paths: Sequence[Path], fields: Sequence[Field]) -> Storage:
-    """How the first of these files stores the fields; nothing is said of what can't be looked at."""
-    files = [path for path in paths if path.is_file()]
-    if not files:
-        return Storage()
-    more = f" ({len(files)} files; the first is described)" if len(files) > 1 else ""
-    try:
-        kind = kind_of(str(files[0]))
-        storage = _DESCRIBED[kind](str(files[0]), fields)
-    except _UNREADABLE:
-        return Storage()
-    return replace(storage, lines=tuple(line + more for line in storage.lines))
-
-
-def _npy(path: str, fields: Sequence[Field]) -> Storage:
-    if NpySource(path).layout.is_sequential:
-        return Storage((".npy: in Fortran order, each sample scattered over the file",))
-    return Storage((".npy: samples one after the other, without compression",))
-
-
-def _npz(path: str, fields: Sequence[Field]) -> Storage:
-    lines = []
-    with zipfile.ZipFile(path) as archive:
-        for field in fields:
-            info = archive.getinfo(f"{field.name}.npy")
-            if info.compress_type == zipfile.ZIP_STORED:
-                lines.append(f"{field.name}: a member of the archive, without compression, read in place")
-            else:
-                share = info.compress_size / max(1, info.file_size)
-                lines.append(f"{field.name}: a compressed member of the archive, {share:.0%} of its size")
-    return Storage(tuple(lines))
-
-
-def _hdf5(path: str, fields: Sequence[Field]) -> Storage:
-    import h5py
-
-    lines, warnings = [], []
-    with h5py.File(path, "r") as file:
-        for field in fields:
-            name, dataset = field.name, file[field.name]
-            shape, chunks, item_bytes = dataset.shape, dataset.chunks, dataset.dtype.itemsize
-            if chunks is None:
-                lines.append(f"{name}: in one piece, without compression")
-                continue
-            size = math.prod(chunks) * item_bytes
-            method = f"compressed with {dataset.compression} to "
-            method += f"{dataset.id.get_storage_size() / max(1, dataset.size * item_bytes):.0%}"
-            if dataset.compression is None:
-                # Filters that h5py has no name for.
-                method = "other filters" if dataset.id.get_create_plist().get_nfilters() else "no compression"
-            lines.append(f"{name}: chunks of {list(chunks)}, {format_size(size)}, {method}")
-            across = math.prod(-(-length // chunk) for length, chunk in zip(shape[1:], chunks[1:], strict=True))
-            if across > 1:
-                warnings.append(
-                    f"the chunks of {name!r} cut across samples: one sample lies in {across} chunks, and each read "
-                    f"unpacks all of them with {chunks[0]} samples each. `memfit data convert` writes chunks of whole "
-                    "samples."
-                )
-            if size * across > _LARGE_BLOCK_BYTES:
-                warnings.append(
-                    f"the chunks of {name!r} are large for shuffling: {format_size(size * across)} are unpacked "
-                    f"together, {chunks[0]} samples that lie side by side. `memfit data convert` writes chunks of "
-                    "1 MiB."
-                )
-    return Storage(tuple(lines), tuple(warnings))
-
-
-def _parquet(path: str, fields: Sequence[Field]) -> Storage:
-    from pyarrow import parquet
-
-    with open(path, "rb") as opened, parquet.ParquetFile(opened) as file:
-        metadata = file.metadata
-        count = metadata.num_row_groups
-        sizes = [metadata.row_group(index).total_byte_size for index in range(min(count, 1000))]
-        codecs = {metadata.row_group(0).column(index).compression for index in range(metadata.num_columns)}
-        rows = metadata.row_group(0).num_rows
-    largest = max(sizes)
-    method = ", ".join(sorted(codec.lower() for codec in codecs)).replace("uncompressed", "no compression")
-    groups = "1 row group" if count == 1 else f"{count} row groups"
-    lines = (f"{groups} of up to {format_size(largest)}, {rows} rows in the first; {method}",)
-    if largest <= _LARGE_BLOCK_BYTES:
-        return Storage(lines)
-    warning = (
-        f"row groups of {format_size(largest)} are large for shuffling: each is unpacked as a whole, {rows} rows that "
-        "lie side by side. `memfit data convert` writes row groups of 1 MiB."
-    )
-    return Storage(lines, (warning,))
-
-
-def _arrow(path: str, fields: Sequence[Field]) -> Storage:
-    return Storage(("Arrow: record batches, each read as a whole",))
-
-
-def _csv(path: str, fields: Sequence[Field]) -> Storage:
-    is_packed = path.lower().endswith(".gz")
-    text = "text, compressed with gzip" if is_packed else "text, one line a sample"
-    return Storage((f"{text}; converted once to Arrow in {spool_folder()!r}, and read from there",), is_text=True)
-
-
-_DESCRIBED = {"npy": _npy, "npz": _npz, "hdf5": _hdf5, "parquet": _parquet, "arrow": _arrow, "csv": _csv}

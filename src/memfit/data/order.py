@@ -191,7 +191,7 @@ def seed_sequence(*key: int) -> np.random.SeedSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class EpochShare:
     """The batches that one worker of one rank gives of an epoch, from a place on."""
 
     start: int  # place in the order of the epoch of the first sample that is left

@@ -7,7 +7,7 @@ less than reading it from a disk.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +21,29 @@ _PIECE = 16384
 
 
 @dataclass(slots=True)
-class Statistics:
-    """What was seen of one field so far."""
+class ValueSummary:
+    """What was seen of some numbers so far."""
 
     num_values: int = 0
-    num_nan: int = 0  # before
-    num_infinite: int = 0  # before
-    num_overflow: int = 0  # finite before and infinite after
-    num_zeroed: int = 0  # zero after, and not before
-    num_subnormal: int = 0  # after: with fewer digits than an ordinary number has
-    minimum: float | None = None  # of finite values
+    num_nan: int = 0
+    num_infinite: int = 0
+    minimum: float | None = None  # of finite values; None where there is none
     maximum: float | None = None
-    max_absolute_error: float = 0.0  # of finite values that stay finite
-    max_relative_error: float = 0.0  # of values that stay ordinary numbers
-    first_overflow: Sequence[Any] | None = None  # number of the sample, and the value as text
+
+    def count(self, values: Array) -> None:
+        """Takes more numbers in, at least one."""
+        self.num_values += values.size
+        low, high = values.min(), values.max()
+        # Not a number compares as false, and then so does the whole.
+        if values.dtype.kind != "f" or -np.inf < low <= high < np.inf:
+            self.widen(low, high)
+            return
+        finite = values[np.isfinite(values)]
+        num_nan = int(np.count_nonzero(np.isnan(values)))
+        self.num_nan += num_nan
+        self.num_infinite += values.size - finite.size - num_nan
+        if finite.size:
+            self.widen(finite.min(), finite.max())
 
     def widen(self, low: Any, high: Any) -> None:
         """Takes the least and the greatest of finite values into the range."""
@@ -42,6 +51,18 @@ class Statistics:
         low, high = (float(low), float(high)) if low.dtype.kind == "f" else (low.item(), high.item())
         self.minimum = low if self.minimum is None else min(self.minimum, low)
         self.maximum = high if self.maximum is None else max(self.maximum, high)
+
+
+@dataclass(slots=True)
+class Statistics(ValueSummary):
+    """The same of the values of a field before they were converted, and what became of them."""
+
+    num_overflow: int = 0  # finite before and infinite after
+    num_zeroed: int = 0  # zero after, and not before
+    num_subnormal: int = 0  # after: with fewer digits than an ordinary number has
+    max_absolute_error: float = 0.0  # of finite values that stay finite
+    max_relative_error: float = 0.0  # of values that stay ordinary numbers
+    first_overflow: list[Any] | None = None  # number of the sample, and the value as text
 
 
 def parse_dtype(given: Any) -> np.dtype[Any] | None:
@@ -109,31 +130,42 @@ class Converter:
                 piece, converted = flat[first : first + _PIECE], target[first : first + _PIECE]
                 np.copyto(converted, piece, casting="unsafe")
                 self._apply(start * self._per_sample + first, piece, converted)
-        self.statistics.num_values += flat.size
 
     def _choose(self, before: np.dtype[Any], after: np.dtype[Any]) -> Callable[[int, Array, Array], None]:
         """What to do with a piece once it is converted, given the number of its first value."""
         if before == after or after.kind not in "fiu" or before.kind == "b":
-            return self._look
+            return self._count
         if before.kind == "f":
-            return self._count_losses if after.itemsize < before.itemsize else self._look
+            return self._count_losses if after.itemsize < before.itemsize else self._count
         # numpy calls int64 to float64 safe, though it rounds beyond 2**53.
         holds_all = (
             np.finfo(after).nmant >= 8 * before.itemsize if after.kind == "f" else np.can_cast(before, after, "safe")
         )
-        return self._look if holds_all else self._refuse_losses
+        return self._count if holds_all else self._refuse_losses
 
-    def _look(self, number: int, values: Array, out: Array) -> None:
+    def _count(self, number: int, values: Array, out: Array) -> None:
         """Values that keep their type, or get a wider one."""
-        if values.dtype.kind == "f":
-            self._finite(number, values, out, np.finfo(values.dtype))
-        elif values.dtype.kind in "iu":
-            self.statistics.widen(values.min(), values.max())
+        if values.dtype.kind in "fiu":
+            self.statistics.count(values)
+        else:
+            self.statistics.num_values += values.size
 
     def _count_losses(self, number: int, values: Array, out: Array) -> None:
         """Floating values in a floating type of fewer digits."""
         seen, limits = self.statistics, np.finfo(self.dtype)
-        values, out = self._finite(number, values, out, limits)
+        low, high = values.min(), values.max()
+        if low >= limits.min and high <= limits.max:
+            seen.num_values += values.size
+            seen.widen(low, high)
+        else:
+            seen.count(values)
+            is_finite, stays = np.isfinite(values), np.isfinite(out)
+            overflows = is_finite & ~stays
+            seen.num_overflow += int(np.count_nonzero(overflows))
+            if seen.first_overflow is None and overflows.any():
+                row = int(np.argmax(overflows))
+                seen.first_overflow = [(number + row) // self._per_sample, str(values[row])]
+            values, out = values[stays & is_finite], out[stays & is_finite]
         if values.size == 0:
             return
         error, magnitude = self._error[: values.size], self._magnitude[: values.size]
@@ -157,32 +189,9 @@ class Converter:
         np.divide(error, magnitude, out=error)
         seen.max_relative_error = max(seen.max_relative_error, float(error.max()))
 
-    def _finite(self, number: int, values: Array, out: Array, limits: Any) -> tuple[Array, Array]:
-        """The values that are finite before and after, once the others are counted."""
-        seen = self.statistics
-        low, high = values.min(), values.max()
-        # Not a number compares as false, and then so does the whole.
-        if low >= limits.min and high <= limits.max:
-            seen.widen(low, high)
-            return values, out
-        is_finite, stays = np.isfinite(values), np.isfinite(out)
-        num_finite, num_nan = int(np.count_nonzero(is_finite)), int(np.count_nonzero(np.isnan(values)))
-        seen.num_nan += num_nan
-        seen.num_infinite += values.size - num_finite - num_nan
-        overflows = is_finite & ~stays
-        if overflows.any():
-            seen.num_overflow += int(np.count_nonzero(overflows))
-            row = int(np.argmax(overflows))
-            if seen.first_overflow is None:
-                seen.first_overflow = [(number + row) // self._per_sample, str(values[row])]
-        if num_finite:
-            finite = values[is_finite]
-            seen.widen(finite.min(), finite.max())
-        return values[stays & is_finite], out[stays & is_finite]
-
     def _refuse_losses(self, number: int, values: Array, out: Array) -> None:
         """Integers in a type that may not hold all of them, which is refused rather than rounded."""
-        self.statistics.widen(values.min(), values.max())
+        self.statistics.count(values)
         if self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             wrong = (values < limits.min) | (values > limits.max)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.order import BATCH, SAMPLE, Order, Share, random_generator, seed_sequence
+from memfit.data.order import BATCH, SAMPLE, EpochShare, Order, random_generator, seed_sequence
 from memfit.data.source import Array, SampleSource, Source
 from memfit.data.windows import Windows
 
@@ -36,7 +36,7 @@ _OWN: tuple[Any, ...] = (
 )
 
 
-class _Call(NamedTuple):
+class _Transform(NamedTuple):
     """A function of the user's, and what it takes."""
 
     function: Callable[..., Any]
@@ -88,7 +88,7 @@ class Transforms:
         """The transformed batch; `key` is (seed, epoch, place of its first sample)."""
         return self._apply(self._batch, features, label, (BATCH, *key))
 
-    def _apply(self, call: _Call | None, features: Any, label: Any, key: tuple[int, ...]) -> tuple[Any, Any]:
+    def _apply(self, call: _Transform | None, features: Any, label: Any, key: tuple[int, ...]) -> tuple[Any, Any]:
         if call is None:
             return features, label
         keywords = {"rng": random_generator(*key)} if call.takes_generator else {}
@@ -140,10 +140,7 @@ class Assembly:
         """The batch of samples that were transformed one by one, each with its number."""
 
         def name(row: int) -> str:
-            number = samples[row][0]
-            if isinstance(self.source, SampleSource):
-                return self.source.sample_name(number)
-            return f"sample {number} of {self.source.name}"
+            return self.source.sample_name(samples[row][0])
 
         features = _stack_tree([pair[0] for _, pair in samples], name, self.floating)
         labels = _stack_tree([pair[1] for _, pair in samples], name, None) if self._has_labels else None
@@ -165,7 +162,7 @@ class Assembly:
 
 
 def read_epoch(
-    assembly: Assembly, order: Order, share: Share, *, epoch: int, limit_bytes: int, num_readers: int = 1
+    assembly: Assembly, order: Order, share: EpochShare, *, epoch: int, limit_bytes: int, num_readers: int = 1
 ) -> Generator[Any]:
     """The batches of a share, one after the other.
 
@@ -178,7 +175,7 @@ def read_epoch(
 
 
 def _by_window(
-    assembly: Assembly, order: Order, share: Share, epoch: int, limit_bytes: int, num_readers: int
+    assembly: Assembly, order: Order, share: EpochShare, epoch: int, limit_bytes: int, num_readers: int
 ) -> Generator[Any]:
     source, dtypes = assembly.source, assembly.dtypes
     # The narrower of the stored and the given type.
@@ -204,7 +201,7 @@ def _by_window(
         windows.close()
 
 
-def _by_sample(assembly: Assembly, order: Order, share: Share, epoch: int, limit_bytes: int) -> Generator[Any]:
+def _by_sample(assembly: Assembly, order: Order, share: EpochShare, epoch: int, limit_bytes: int) -> Generator[Any]:
     source = assembly.source
     assert isinstance(source, SampleSource)
     numbers = order.samples(0, 0)
@@ -286,13 +283,13 @@ def stack(values: Sequence[Any], name: Callable[[int], str]) -> Array:
     return batch
 
 
-def _call_of(function: Callable[..., Any], name: str) -> _Call:
+def _call_of(function: Callable[..., Any], name: str) -> _Transform:
     if not callable(function):
         raise BadInput(f"{name} must be a function, but {_kind(function)} was given.")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return _Call(function, takes_label=False, takes_generator=False)
+        return _Transform(function, takes_label=False, takes_generator=False)
     positional = [
         each.name
         for each in parameters
@@ -305,7 +302,7 @@ def _call_of(function: Callable[..., Any], name: str) -> _Call:
             f"{name} takes {len(positional)} arguments ({', '.join(positional)}); it is called with the features, or "
             "with features and label, and with rng=... where it asks for that."
         )
-    return _Call(function, len(positional) == 2, any(each.name == "rng" for each in parameters))
+    return _Transform(function, len(positional) == 2, any(each.name == "rng" for each in parameters))
 
 
 def _kind(value: Any) -> str:

@@ -14,12 +14,11 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from memfit.core.errors import BadFile, MissingDependency, how_to_install
-from memfit.data.files import BlockReader, ByteFile
+from memfit.data.files import BlockReader, ByteFile, FolderEntry
 
 # A long read is made of several requests at once, each of which takes its bytes once more while it is under way.
 _NUM_REQUESTS = 4
@@ -49,15 +48,6 @@ def _forget_threads() -> None:
 os.register_at_fork(after_in_child=_forget_threads)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Something in a remote folder."""
-
-    path: str
-    is_folder: bool
-    size: int | None  # bytes of a file; None where the server doesn't say
-
-
 def stat_remote(path: str) -> tuple[int, float]:
     """Size in bytes, and a number that changes with the contents: of the ETag, or the time of the last change."""
     info = _call(path, lambda system, inside: system.info(inside))
@@ -74,27 +64,27 @@ def as_file(path: str) -> io.RawIOBase:
     return BlockReader(RemoteFile(path), _BLOCK_BYTES, _NUM_BLOCKS)
 
 
-def is_folder(path: str) -> bool:
+def is_remote_folder(path: str) -> bool:
     """Whether there is a folder at an address; False where there is nothing."""
     return bool(_call(path, lambda system, inside: system.isdir(inside)))
 
 
-def list_folder(path: str) -> list[Entry]:
-    """What is directly in a folder, sorted by address."""
+def list_remote(path: str) -> list[FolderEntry]:
+    """What is directly in a folder."""
 
-    def listed(system: Any, inside: str) -> list[Entry]:
-        prefix, entries = _prefix(system, path, inside), []
-        for info in system.ls(inside, detail=True):
-            # Where folders are no more than a part of names, one may be listed in itself.
-            if info["name"].strip("/") != inside.strip("/"):
-                is_inner = info.get("type") == "directory"
-                entries.append(
-                    Entry(prefix + info["name"].rstrip("/"), is_inner, None if is_inner else info.get("size"))
-                )
+    def listed(system: Any, inside: str) -> list[FolderEntry]:
+        # Where folders are no more than a part of names, one may be listed in itself.
+        infos = [info for info in system.ls(inside, detail=True) if info["name"].strip("/") != inside.strip("/")]
         system.invalidate_cache()
-        return entries
+        return [
+            FolderEntry(
+                info["name"].rstrip("/").rpartition("/")[2], info.get("type") == "directory", info.get("size") or 0
+            )
+            for info in infos
+        ]
 
-    return sorted(_call(path, listed), key=lambda entry: entry.path)
+    entries: list[FolderEntry] = _call(path, listed)
+    return entries
 
 
 def glob_remote(pattern: str) -> list[str]:
@@ -284,8 +274,7 @@ def _mark_of(info: dict[str, Any]) -> float:
 
 def _prefix(system: Any, path: str, inside: str) -> str:
     """What has to be put before paths of a file system to make them addresses like the one that the user gave."""
-    for candidate in (path, path.rstrip("/")):
-        if inside and candidate.endswith(inside):
-            return candidate[: len(candidate) - len(inside)]
+    if inside and path.endswith(inside):
+        return path[: len(path) - len(inside)]
     full: str = system.unstrip_protocol(inside)
     return full[: len(full) - len(inside)]

@@ -17,9 +17,12 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
+from memfit.data.files import absolute, open_file
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _T = TypeVar("_T")
+LARGE_BLOCK_BYTES = 4 << 20
+"""A window of an ordinary budget holds only a few dozen blocks that are larger than this."""
 # What a parent process has open, which a forked child may neither use nor close.
 _abandoned: list[object] = []
 
@@ -56,6 +59,15 @@ class Layout:
     is_sequential: bool = False
     is_by_sample: bool = False  # each sample is read by itself: the source is a SampleSource
     reason: str = ""  # why it is sequential, as a sentence for people
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a source stores its samples, for people."""
+
+    lines: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what is worth changing
+    is_text: bool = False  # numbers are stored as text, so that their types are the reader's
 
 
 class Source:
@@ -104,8 +116,38 @@ class Source:
     def close(self) -> None:
         """Closes what this process has opened; a later read opens it again."""
 
+    def sample_name(self, sample: int) -> str:
+        """What to call a sample in a message."""
+        return f"sample {sample} of {self.name}"
+
+    def storage(self) -> Storage:
+        """How it is stored, from headers alone."""
+        return Storage()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+class FileSource(Source):
+    """Samples in one file, local or behind an address, which a library reads.
+
+    Args:
+        path: of the file, or its address.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open_file(path)
+        # Without the secrets of an address, as the file has it; and what to open, from any folder.
+        self.name = self._file.name
+        self._place = absolute(os.fspath(path))
+
+    def drop(self, start: int, stop: int) -> None:
+        """Gives the kernel's pages of the file back, from time to time."""
+        self._file.drop_now_and_then((stop - start) * self.sample_bytes)
+
+    def close(self) -> None:
+        """Closes the file in this process; a later read opens it again."""
+        self._file.close()
 
 
 class SampleSource(Source):
@@ -120,10 +162,6 @@ class SampleSource(Source):
 
     def stored_bytes(self, sample: int) -> int:
         """Bytes of its file."""
-        raise NotImplementedError
-
-    def sample_name(self, sample: int) -> str:
-        """What to call it in a message: its path."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:

@@ -10,18 +10,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.shown import Shown
+from memfit.core.typed_data import Saved
 from memfit.core.units import MIB, parse_size
 from memfit.data.convert import files_in, paths_of, size_on_disk
 from memfit.data.files import drop_pages
-from memfit.data.sources.csv import CsvSource
 from memfit.data.sources.spool import SpooledSource, spooled
-from memfit.data.stream import DEFAULTS, Stream, StreamOptions
+from memfit.data.stream import DEFAULTS, ArrayStream, StreamOptions
 from memfit.processes.process_tree import descendants, held_by
 
 _READ_BYTES = 4 * MIB
@@ -29,8 +29,10 @@ _LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Speed(Shown):
+class StreamSpeed(Saved, Shown):
     """What was measured; everything in it is of one run on this machine."""
+
+    saved_as = "speed", "a speed of a stream"
 
     name: str
     num_samples: int
@@ -59,9 +61,8 @@ class Speed(Shown):
         return self.bytes_per_second / self.raw_bytes_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON."""
-        head = {"format": "memfit data speed", "version": 1, "origin": "measured"}
-        return {**head, **asdict(self), "ratio": self.ratio}
+        """A plain structure that `json` can write, and `from_json` read back."""
+        return {**Saved.to_json(self), "origin": "measured", "ratio": self.ratio}
 
 
 def bench_data(
@@ -74,7 +75,7 @@ def bench_data(
     num_workers: int = 0,
     seconds: float = 5.0,
     options: StreamOptions = DEFAULTS,
-) -> Speed:
+) -> StreamSpeed:
     """Measure how fast a file of samples streams, compared with a sequential read.
 
     Files are dropped from the page cache before each measurement, so that the disk is measured.
@@ -105,10 +106,10 @@ def bench_data(
     files = files_in(list(paths_of(source)))
     if opened.layout.is_sequential:
         opened = spooled(opened)
-    if isinstance(opened, SpooledSource | CsvSource):
+    if isinstance(opened, SpooledSource):
         files = list(opened.paths)
     try:
-        stream = Stream(opened, batch_size=batch_size, memory_bytes=parse_size(memory))
+        stream = ArrayStream(opened, batch_size=batch_size, memory_bytes=parse_size(memory))
         raw = _read_plainly(files, seconds)
         is_cold = _forget(files)
         with _watched() as peak_bytes:
@@ -117,7 +118,7 @@ def bench_data(
         opened.close()
     size = size_on_disk(files) or None
     rate = num_rows / passed
-    return Speed(
+    return StreamSpeed(
         opened.name,
         opened.num_samples,
         size,
@@ -135,7 +136,7 @@ def bench_data(
     )
 
 
-def _run(stream: Stream, num_workers: int, seconds: float) -> tuple[int, float, float]:
+def _run(stream: ArrayStream, num_workers: int, seconds: float) -> tuple[int, float, float]:
     """Rows, seconds until the first batch, and the seconds that the rows took.
 
     Data that fits into the budget is measured by whole epochs. Otherwise the first batches come while windows are still
@@ -182,7 +183,7 @@ def _read_plainly(files: Sequence[Path], seconds: float) -> float | None:
                     if time.perf_counter() - began >= seconds:
                         return total / (time.perf_counter() - began)
     except OSError as error:
-        raise BadFile(f"{str(path)!r} can't be read: {error.strerror or error}.") from error
+        raise BadFile(f"{str(path)!r} can't be read: {reason_of(error)}.") from error
     return total / (time.perf_counter() - began)
 
 

@@ -27,7 +27,7 @@ from memfit.data.geometry import (
     sizes_of,
     windows_bytes,
 )
-from memfit.data.order import Order, Share
+from memfit.data.order import EpochShare, Order
 from memfit.data.reader import Assembly, Transforms, read_epoch
 from memfit.data.source import Field, Source
 from memfit.data.workers import WorkerBatches
@@ -64,7 +64,7 @@ class StreamOptions:
 DEFAULTS = StreamOptions()
 
 
-class Stream:
+class ArrayStream:
     """Batches of a source; each iteration is an epoch.
 
     Args:
@@ -203,7 +203,7 @@ class Stream:
         self._start = self._rounds = 0
         self._is_running = False
 
-    def split(self, rank: int, num_ranks: int) -> "Stream":
+    def split(self, rank: int, num_ranks: int) -> "ArrayStream":
         """The share of one of `num_ranks` processes that train together."""
         if not 0 <= rank < num_ranks:
             raise BadInput(f"rank {rank} of {num_ranks} ranks was asked for; ranks are counted from 0.")
@@ -220,7 +220,7 @@ class Stream:
             )
         return share
 
-    def copy(self) -> "Stream":
+    def copy(self) -> "ArrayStream":
         """A stream of its own over the same source, at the same position."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
@@ -290,9 +290,9 @@ class Stream:
             num_readers=max(1, num_readers(self.source.layout, self.memory_bytes) // num_workers),
         )
 
-    def _share(self, start: int) -> Share:
+    def _share(self, start: int) -> EpochShare:
         drop_last = bool(self._options.drop_last)
-        return Share(start, self.num_samples, self.batch_size, self.num_ranks, drop_last, self.rank or 0)
+        return EpochShare(start, self.num_samples, self.batch_size, self.num_ranks, drop_last, self.rank or 0)
 
     def _described(self) -> list[str]:
         """What a sample is, for people and to compare."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.units import MIB, format_size
 from memfit.data.journal import Journal
 from memfit.data.precision import Converter, Statistics
@@ -193,7 +193,7 @@ class Transfer:
             self._source.read(first, last, arrays)
             self._source.drop(first, last)
         except OSError as error:
-            raise BadFile(f"{self._source.name} can't be read at sample {first}: {error.strerror or error}.") from error
+            raise BadFile(f"{self._source.name} can't be read at sample {first}: {reason_of(error)}.") from error
 
     def _convert(self, slot: _Slot, first: int, last: int) -> None:
         for converter, before, after in zip(self._converters, slot.before, slot.after, strict=True):
@@ -254,7 +254,7 @@ class Transfer:
     def _unwritable(self, error: OSError) -> BadFile:
         destination = str(self._journal.destination)
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-        reason = "the disk is full" if is_full else error.strerror or str(error)
+        reason = "the disk is full" if is_full else reason_of(error)
         if self._writer.is_resumable and self._journal.read() is not None and self._journal.part.exists():
             kept = (
                 f"What is done is kept in {str(self._journal.part)!r}: make room and run the same again to go on, or "

@@ -18,7 +18,7 @@ import numpy as np
 
 from memfit.data.direct_reads import HUGE_BYTES, pages
 from memfit.data.geometry import ALIGNMENT
-from memfit.data.order import Order, Piece, Share, Span, numbers_of, row_dtype
+from memfit.data.order import EpochShare, Order, Piece, Span, numbers_of, row_dtype
 from memfit.data.source import Array, Source
 
 # Threads that wait for the disk: it works on many reads at once, which makes scattered ones as fast as one long one.
@@ -63,7 +63,7 @@ class Windows:
         self,
         source: Source,
         order: Order,
-        share: Share,
+        share: EpochShare,
         dtypes: Sequence[np.dtype[Any]],
         limit_bytes: int,
         num_readers: int = 1,

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from memfit.allocator import replay, replay_variants
-from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, Request, Seen
+from memfit.core.dryrun import EXIT_CODES, DryRun, Outcome, ProgramFacts, Request
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Estimate, Note
 from memfit.core.plan import Refusal
@@ -104,7 +104,7 @@ class ScriptSpace:
         """The script as it is; fails where it doesn't get as far as a step."""
         data = launch.run_child(self._request, stdout_to_stderr=self._quiet_output)
         self._run = run = DryRun.from_json(data)
-        self._seen = run.seen or Seen()
+        self._seen = run.seen or ProgramFacts()
         self._request = self._request.after(self._seen, data.get("loader_ordinal"))
         if run.outcome in _RAN and run.estimate is not None:
             return replace(run.estimate, subject=os.path.basename(run.script))
@@ -219,11 +219,11 @@ class ScriptMemory:
     """What a device must provide for a script, by settings."""
 
     def __init__(
-        self, estimate: Estimate, options: AllocatorOptions, num_devices: int = 1, seen: Seen | None = None
+        self, estimate: Estimate, options: AllocatorOptions, num_devices: int = 1, seen: ProgramFacts | None = None
     ) -> None:
         self._estimate = estimate
         timeline = estimate.timeline
-        seen = seen or Seen()
+        seen = seen or ProgramFacts()
         self._plain = Situation(
             timeline, options, estimate.num_parameters, num_devices, seen.batch_size, seen.autocast, seen.fusable
         )
@@ -334,7 +334,7 @@ class ScriptSearch(CandidateSearch):
         memory: ScriptMemory,
         speed: ScriptSpeed,
         allowed: frozenset[str],
-        seen: Seen,
+        seen: ProgramFacts,
         autocast: str,
         context_bytes: int = 0,
     ) -> None:

@@ -15,7 +15,7 @@ from memfit.core.estimate import Estimate
 from memfit.core.plan import Refusal
 from memfit.core.progress import doing
 from memfit.core.settings import Settings
-from memfit.core.step_facts import Part, StepFacts
+from memfit.core.step_facts import StepFacts, StepPart
 from memfit.core.timeline import Category
 from memfit.planner.candidate import Candidate, CandidateSearch, possible_parts
 from memfit.planner.driver import Question
@@ -94,7 +94,7 @@ class TracedSearch(CandidateSearch):
     variants: tuple[Variant, ...]
     peak_bytes: float
     batch_size: int | None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StepPart, ...] = ()
     total_work: float = 0.0
     speed: Speed | None = None
     may_split: bool = True
@@ -227,7 +227,7 @@ def num_moves(settings: Settings) -> int:
     return num or int(settings.donate)
 
 
-def levels(parts: Iterable[Part]) -> list[tuple[str, ...]]:
+def levels(parts: Iterable[StepPart]) -> list[tuple[str, ...]]:
     """Sets of parts to recompute, from little to all: for each amount of memory the one that costs least."""
     known = [part for part in parts if part.kept_bytes > 0]
     if not known:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.core.dryrun import DryRun, Failure, Outcome, Request, Scan, Seen
+from memfit.core.dryrun import DryRun, Failure, Outcome, ProgramFacts, Request, Scan
 from memfit.core.estimate import NOT_COMPILED, Estimate, Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Timeline
@@ -33,7 +33,7 @@ class TooLarge:
 
     estimate: Estimate  # of a device without a limit
     request: Request  # that run, knowing what it has seen of the script's batches
-    seen: Seen  # what else it showed of the program
+    seen: ProgramFacts  # what else it showed of the program
 
 
 def dry_run(
@@ -121,7 +121,7 @@ def _with_need(died: DryRun, request: Request) -> tuple[DryRun, TooLarge | None]
     request = replace(request, unlimited=True, watch=True)
     data = run_child(request, silent=True)
     free = DryRun.from_json(data)
-    seen = free.seen or Seen()
+    seen = free.seen or ProgramFacts()
     request = request.after(seen, data.get("loader_ordinal"))
     known, larger, fatal = died.estimate, free.estimate, died.fatal
     if larger is None or (known is not None and larger.peak_bytes <= known.peak_bytes):

@@ -16,7 +16,7 @@ from typing import Any
 
 from memfit.core import env
 from memfit.core.run_events import TRACEBACK, RunRequest, read_events
-from memfit.core.supervised import Attempt, Cause, Configuration, Ending, Mark, Outcome, SupervisedRun
+from memfit.core.supervised import Attempt, Cause, Configuration, Ending, RunMark, RunOutcome, SupervisedRun
 from memfit.core.units import format_size
 from memfit.processes import child, kills, limits
 from memfit.processes import process_tree as processes
@@ -26,10 +26,10 @@ from memfit.processes.limits import has_devices
 from memfit.processes.watch import History, Seen, Watch, is_shared_memory_full
 
 _OUTCOMES = {
-    Cause.ENDED: Outcome.COMPLETED,
-    Cause.FAILED: Outcome.FAILED,
-    Cause.INTERRUPTED: Outcome.INTERRUPTED,
-    Cause.SIGNALLED: Outcome.SIGNALLED,
+    Cause.ENDED: RunOutcome.COMPLETED,
+    Cause.FAILED: RunOutcome.FAILED,
+    Cause.INTERRUPTED: RunOutcome.INTERRUPTED,
+    Cause.SIGNALLED: RunOutcome.SIGNALLED,
 }
 EXIT_OUT_OF_MEMORY = 3
 EXIT_INTERRUPTED = 130
@@ -67,7 +67,7 @@ class Supervisor:
         self._history = History()
         self._origin, self._clock_origin = time.monotonic(), time.time()
         self._attempts: list[Attempt] = []
-        self._marks: list[Mark] = []
+        self._marks: list[RunMark] = []
         self._notes: list[str] = []
         self._ceiling = limits.Ceiling(None, None, "")
         self._checkpoint = ""
@@ -83,11 +83,11 @@ class Supervisor:
         finally:
             processes.adopt_orphans(False)
         ending = self._attempts[-1].ending
-        outcome = _OUTCOMES.get(ending.cause, Outcome.OUT_OF_MEMORY)
+        outcome = _OUTCOMES.get(ending.cause, RunOutcome.OUT_OF_MEMORY)
         exit_code = ending.exit_code or 0
-        if outcome is Outcome.SIGNALLED:
+        if outcome is RunOutcome.SIGNALLED:
             exit_code = 128 + processes.number_of(ending.signal)
-        fixed = {Outcome.OUT_OF_MEMORY: EXIT_OUT_OF_MEMORY, Outcome.INTERRUPTED: EXIT_INTERRUPTED}
+        fixed = {RunOutcome.OUT_OF_MEMORY: EXIT_OUT_OF_MEMORY, RunOutcome.INTERRUPTED: EXIT_INTERRUPTED}
         return SupervisedRun(
             script=self._request.script,
             arguments=self._request.arguments,
@@ -319,7 +319,7 @@ class Supervisor:
         return time.monotonic() - self._origin
 
     def _mark(self, kind: str, text: str, seconds: float | None = None) -> None:
-        self._marks.append(Mark(round(self._seconds() if seconds is None else seconds, 3), kind, text))
+        self._marks.append(RunMark(round(self._seconds() if seconds is None else seconds, 3), kind, text))
 
 
 def next_configuration(

@@ -9,7 +9,7 @@ left over on both, near each other, came in another order.
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from memfit.core.errors import BadFile
 from memfit.core.replay import Replay
 from memfit.core.reporters import Reported, Reporters
 from memfit.core.timeline import Timeline
-from memfit.core.typed_data import checked, header, made_of, reading
+from memfit.core.typed_data import Saved
 from memfit.snapshots.alignment import align
 from memfit.snapshots.allocations import Allocation, real_allocations, simulated_allocations
 from memfit.snapshots.reader import Snapshot
@@ -72,7 +72,7 @@ class Levels:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SnapshotDifference(Reported):
+class SnapshotDifference(Saved, Reported):
     """A real device's history against a simulation.
 
     Args:
@@ -93,6 +93,7 @@ class SnapshotDifference(Reported):
     """
 
     reporters: ClassVar = Reporters[Any]()
+    saved_as = "diff", "a difference between snapshot and simulation"
 
     snapshot: str
     subject: str
@@ -132,13 +133,7 @@ class SnapshotDifference(Reported):
     def to_json(self) -> dict[str, Any]:
         """A plain structure that `json` can write, and `from_json` read back."""
         counts = {"num_missing": self.num_missing, "num_invented": self.num_invented}
-        return {**header("diff"), **asdict(self), **counts}
-
-    @classmethod
-    def from_json(cls, data: Any) -> "SnapshotDifference":
-        """The difference that `to_json` wrote, from its structure or its text."""
-        with reading(data, "diff", "a difference between snapshot and simulation") as plain:
-            return checked(made_of(cls, plain), "a difference between snapshot and simulation")
+        return {**Saved.to_json(self), **counts}
 
 
 @dataclass(frozen=True, slots=True)

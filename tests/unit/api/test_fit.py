@@ -226,7 +226,7 @@ def test_a_supervisor_is_told_and_asked(monkeypatch, tmp_path, faults):
     folder = tmp_path / "attempt-1"
     folder.mkdir()
     request = {"attempt": 1, "checkpoint": str(tmp_path / "kept"), "micro_batch_size": 2}
-    (folder / "request.json").write_text(json.dumps(request))
+    (folder / "request.json").write_text(json.dumps(run_events.RunRequest(**request).to_json()))
     monkeypatch.setenv(env.RUN_REQUEST, str(folder / "request.json"))
     faults(2)
     model = build(dense())

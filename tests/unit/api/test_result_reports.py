@@ -11,7 +11,7 @@ from memfit.core.device import Origin
 from memfit.core.errors import BadFile
 from memfit.core.plan import Plan
 from memfit.core.reporters import Reporters
-from memfit.core.verification import Measured, Verification, read_calibration
+from memfit.core.verification import Measured, Verification
 from memfit.reports.page import render_page
 from memfit.reports.plan.code import format_code
 from memfit.reports.plan.figures import report
@@ -68,7 +68,7 @@ def test_a_verification_prints_and_saves_as_other_results_do(tmp_path, monkeypat
     verification = Verification(find_device("t4"), Origin.SIMULATED, "2026-01-01", Measured(), ())
     verification.save(tmp_path / "t4.json")
     assert str(verification) == str(format_verification(verification))
-    assert read_calibration(tmp_path / "t4.json") == verification
+    assert Verification.load(tmp_path / "t4.json") == verification
 
 
 def test_an_estimate_inside_of_another_result_prints_as_any_other():

@@ -3,7 +3,7 @@ import pytest
 import memfit
 from memfit.api import run as _run
 from memfit.core.errors import BadFile, BadInput, BadTarget, InvalidSize
-from memfit.core.supervised import Outcome
+from memfit.core.supervised import RunOutcome
 from memfit.core.units import GIB
 
 
@@ -78,7 +78,7 @@ def test_a_folder_that_can_not_be_written_to(asked, script, monkeypatch):
 def test_a_real_run_prints_and_draws_itself(script, tmp_path, capfd):
     run = memfit.run(script)
 
-    assert run.outcome is Outcome.COMPLETED
+    assert run.outcome is RunOutcome.COMPLETED
     assert str(run).startswith("train.py: completed after 1 attempt")
     run.report(tmp_path / "page.html")
     assert "memfit run: train.py" in (tmp_path / "page.html").read_text()

@@ -131,7 +131,10 @@ def test_inspect_tells_of_columns_of_text(folder, capsys):
 
     (warning, *_) = json.loads(capsys.readouterr().out)["warnings"]
     assert "'kind' of" in warning
-    assert "Leave out with --columns (the names of those to use), or use as labels with --labels." in warning
+    assert (
+        "Leave out with --columns (columns=, the names of those to use), or use as labels with --labels (labels=)."
+        in warning
+    )
 
 
 def test_messages_name_options(folder, capsys):
@@ -141,12 +144,12 @@ def test_messages_name_options(folder, capsys):
 
     error = " ".join(capsys.readouterr().err.split())
     assert "labels=1.csv" in error
-    assert "Leave out with --columns (the names" in error
-    assert "with --labels." in error
+    assert "Leave out with --columns (columns=, the names" in error
+    assert "with --labels (labels=)." in error
 
 
 @pytest.mark.parametrize("size", ["8x", "x8", "8x9x10", "-5", "1e3"])
 def test_a_size_that_is_half_written_is_refused(folder, capsys, size):
     assert run("convert", "pictures", "x.npy", "--image-size", size) == 2
 
-    assert "is no size of images. Write 224" in capsys.readouterr().err
+    assert "is no size of images. Give one number for squares, such as 224, or height" in capsys.readouterr().err

@@ -5,9 +5,9 @@ from memfit.core.supervised import (
     Cause,
     Configuration,
     Ending,
-    Mark,
-    Outcome,
     ProcessMemory,
+    RunMark,
+    RunOutcome,
     Sample,
     SupervisedRun,
 )
@@ -53,14 +53,17 @@ def make_supervised(**changes):
         "script": "train.py",
         "arguments": ("--lr", "1"),
         "attempts": make_attempts(),
-        "outcome": Outcome.COMPLETED,
+        "outcome": RunOutcome.COMPLETED,
         "exit_code": 0,
         "history": (
             Sample(0.2, 100 * MIB, 0, 150 * MIB),
             Sample(4.1, 990 * MIB, 20 * MIB, 1010 * MIB),
             Sample(7.0, 600 * MIB, 0, None),
         ),
-        "marks": (Mark(0.1, "start", "attempt 1: as it is"), Mark(4.3, "killed", "attempt 1: the kernel killed it")),
+        "marks": (
+            RunMark(0.1, "start", "attempt 1: as it is"),
+            RunMark(4.3, "killed", "attempt 1: the kernel killed it"),
+        ),
         "limit_bytes": GIB,
         "limit_of": "container",
         "seconds": 10.0,
@@ -73,5 +76,5 @@ def make_lost():
     """A run that gave up after one attempt."""
     first, _ = make_attempts()
     return make_supervised(
-        attempts=(first,), outcome=Outcome.OUT_OF_MEMORY, exit_code=3, notes=("nothing is left to try",)
+        attempts=(first,), outcome=RunOutcome.OUT_OF_MEMORY, exit_code=3, notes=("nothing is left to try",)
     )

@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,15 @@ def test_another_version_is_refused_with_both_numbers(plan):
 def test_a_missing_file_is_one_message(tmp_path):
     with pytest.raises(BadFile, match="can't be read: No such file"):
         Plan.load(tmp_path / "none.json")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "plan.json")
+
+    with pytest.raises(
+        BadFile, match=r"can't be read: .*it is a FIFO, and a plain file was expected\. Give a file that"
+    ):
+        Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "memfit.plan", "version": 99}'])

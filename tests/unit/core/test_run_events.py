@@ -23,7 +23,7 @@ def test_a_request_survives_its_json():
 
 
 def test_a_request_of_a_newer_supervisor_can_be_read():
-    assert RunRequest.from_json({"attempt": 2, "invented": 1}) == RunRequest(attempt=2)
+    assert RunRequest.from_json({**RunRequest(2).to_json(), "invented": 1}) == RunRequest(attempt=2)
 
 
 def test_the_request_is_found_through_the_environment(supervised):

@@ -11,7 +11,7 @@ from memfit.core.settings import Settings
 from memfit.core.shown import Shown
 from memfit.data.convert import Conversion
 from memfit.data.inspection import InspectedField, Inspection
-from memfit.data.speed import Speed
+from memfit.data.speed import StreamSpeed
 from memfit.guard.search import Search
 from tests.unit.reports.builders import RTX_3090, make_estimate
 from tests.unit.reports.plan_builders import make_plan
@@ -23,7 +23,7 @@ ESTIMATE = make_estimate()
 STUDY = optuna.create_study()
 ENDED = {"position": 0, "outcome": "finished", "seconds": 0.1, "memory_bytes": None, "held": "", "error": ""}
 STUDY.add_trial(optuna.trial.create_trial(value=0.25, user_attrs=ENDED))
-SPEED = Speed("x.npy", 10, 160, 32, 0, 2**20, 12000.4, 1e5, 2e5, 0.5, None, 10, 0.1, True)
+SPEED = StreamSpeed("x.npy", 10, 160, 32, 0, 2**20, 12000.4, 1e5, 2e5, 0.5, None, 10, 0.1, True)
 FIELDS = tuple(InspectedField(name, "float32", (4,), False, False, 160, None) for name in ("x", "z"))
 INSPECTION = Inspection("x.npy", 10, FIELDS, (), 160, 160, (), None, False, {}, None, ())
 CONVERSION = Conversion("x.npy", "y.npy", 10, (), 1024, 512, 1.0)
@@ -42,7 +42,7 @@ RESULTS = {
     "<Device x: X, memory unknown>": Device("x", "X", Kind.CUDA, None, None, Origin.ASSUMED),
     "<Search of 1 trials: best 0.25 in trial 0>": Search(STUDY, Path("missing"), None),
     "<Job of a function: training, precision as given>": memfit.Job(lambda: None),
-    "<Speed of x.npy: 12,000 samples/s in batches of 32>": SPEED,
+    "<StreamSpeed of x.npy: 12,000 samples/s in batches of 32>": SPEED,
     "<Conversion of x.npy to y.npy: 10 samples, 1.00 KiB -> 512 B>": Conversion(
         "x.npy", "y.npy", 10, (), 1024, 512, 1.0
     ),

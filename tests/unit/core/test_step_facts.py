@@ -1,4 +1,4 @@
-from memfit.core.step_facts import Part, StepFacts
+from memfit.core.step_facts import StepFacts, StepPart
 
 
 def test_what_is_not_known_is_not_promised():
@@ -6,4 +6,4 @@ def test_what_is_not_known_is_not_promised():
 
     assert facts.time_forward() is None
     assert facts.parts == ()
-    assert Part("block", 1.0, 2.0).path == "block"
+    assert StepPart("block", 1.0, 2.0).path == "block"

@@ -21,7 +21,7 @@ def test_a_run_survives_its_json():
     [
         ({"format": "memfit.plan"}, "expected a memfit.run of version 1, got memfit.plan 1"),
         ({"version": 9}, "got memfit.run 9"),
-        ({"outcome": "eaten"}, "not a run written by memfit: ValueError"),
+        ({"outcome": "eaten"}, "not a run written by memfit: outcome is 'eaten', and RunOutcome was expected"),
         ({"attempts": [{}]}, "not a run written by memfit: TypeError"),
     ],
 )

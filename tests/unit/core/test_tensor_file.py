@@ -53,7 +53,7 @@ def test_a_type_that_the_format_lacks_is_stored_as_bytes(tmp_path):
 
 
 def test_an_entry_of_another_size_than_it_says_is_refused(tmp_path):
-    entry = tensor_file.Entry("a", "float32", (3,), 4, lambda: [b"1234"])
+    entry = tensor_file.TensorEntry("a", "float32", (3,), 4, lambda: [b"1234"])
     with pytest.raises(BadCheckpoint, match="a has 4 bytes"):
         tensor_file.write(tmp_path / "x", [entry])
 

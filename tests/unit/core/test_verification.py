@@ -8,7 +8,7 @@ from memfit.core.device import Origin
 from memfit.core.errors import BadFile
 from memfit.core.stack import read_stack
 from memfit.core.units import MIB
-from memfit.core.verification import Measured, ModelCheck, Verification, check_replaceable, read_calibration
+from memfit.core.verification import Measured, ModelCheck, Verification, check_replaceable
 
 MIDDLE = ModelCheck("mlp", "fp32", 8, 102 * MIB, 198 * MIB, 0.01, 100 * MIB, 200 * MIB, 0.02)
 MADE = Verification(
@@ -42,7 +42,7 @@ def test_a_file_holds_it_all(tmp_path):
     path = tmp_path / "t4.json"
     path.write_text(json.dumps(MADE.to_json()))
 
-    assert read_calibration(path) == MADE
+    assert Verification.load(path) == MADE
 
 
 def test_a_calibrated_device_has_what_was_measured():
@@ -94,14 +94,14 @@ def test_files_that_are_none_are_refused(tmp_path, change):
     path.write_text(json.dumps({**MADE.to_json(), **change}))
 
     with pytest.raises(BadFile, match=r"calibration\.json"):
-        read_calibration(path)
+        Verification.load(path)
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(BadFile, match=r"can't be read: No such file"):
-        read_calibration(tmp_path / "missing.json")
+        Verification.load(tmp_path / "missing.json")
     with pytest.raises(BadFile, match=r"can't be read: it is a directory"):
-        read_calibration(tmp_path)
+        Verification.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_a_link_to_a_calibration_is_as_good_as_it(tmp_path):
     (tmp_path / "mine.json").symlink_to(tmp_path / "t4.json")
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
 
-    assert read_calibration(tmp_path / "mine.json") == MADE
+    assert Verification.load(tmp_path / "mine.json") == MADE
     for name in ("loop.json", "no\0name.json"):
         with pytest.raises(BadFile, match="can't be read"):
-            read_calibration(tmp_path / name)
+            Verification.load(tmp_path / name)
 
 
 def test_only_a_calibration_gives_way_to_another(tmp_path):

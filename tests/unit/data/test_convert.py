@@ -1,4 +1,3 @@
-import errno
 import json
 import os
 
@@ -7,7 +6,6 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data import convert as converting
-from memfit.data import journal as journals
 from memfit.data.convert import ConvertOptions, convert_data, paths_of, size_on_disk
 from memfit.data.sources.opening import open_source
 from tests.sources import NamedSamples
@@ -34,7 +32,8 @@ def test_a_conversion_reports_what_it_did(folder):
     assert done.totals["max_absolute_error"] == np.abs(VALUES - VALUES.astype("f4")).max()
     assert [done.totals[f"num_{what}"] for what in ("overflow", "underflow", "nan", "infinite")] == [0, 0, 0, 0]
     data = json.loads(json.dumps(done.to_json()))
-    assert data["format"] == "memfit conversion"
+    assert data["format"] == "memfit.conversion"
+    assert type(done).from_json(data) == done
     assert data["fields"][0]["dtype_after"] == "float32"
     assert data["max_relative_error"] == done.totals["max_relative_error"]
 
@@ -165,13 +164,11 @@ def test_a_disk_that_is_too_small_is_noticed_before(folder, monkeypatch):
     assert not (folder / "small.npy").exists()
 
 
-def test_a_folder_that_can_not_be_written_is_named(folder, monkeypatch):
-    def refuse(*arguments):
-        raise PermissionError(errno.EACCES, "Permission denied")
+def test_a_folder_that_can_not_be_written_is_named(folder):
+    (folder / "file").touch()
 
-    monkeypatch.setattr(journals.Journal, "_acquire", refuse)
-    with pytest.raises(BadFile, match=r"'small\.npy' can't be written: Permission denied"):
-        convert_data("x.npy", "small.npy")
+    with pytest.raises(BadFile, match=r"'file/small\.npy' can't be written: File exists"):
+        convert_data("x.npy", "file/small.npy")
 
 
 def test_samples_of_different_shapes_are_refused(folder):
@@ -249,9 +246,11 @@ def test_images_of_mixed_sizes_are_resized(folder):
     assert done.fields[0].shape == (4, 6, 3)
     assert [np.unique(image).tolist() for image in np.load("images/x.npy")] == [[10], [200]]
     assert np.load("images/y.npy").tolist() == [0, 1]
+    as_text = convert_data("photos", "more images", options=ConvertOptions(image_size="4x6"))
+    assert as_text.fields == done.fields
 
 
-@pytest.mark.parametrize("size", [0, -3, "224", (3,), (3, 4, 5), 1.5, True, 10**9])
+@pytest.mark.parametrize("size", [0, -3, "2e4", (3,), (3, 4, 5), 1.5, True, 10**9])
 def test_what_is_no_size_of_images(folder, size):
     with pytest.raises(BadInput, match="is no size of images"):
         convert_data("x.npy", "small.npy", options=ConvertOptions(image_size=size))

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from memfit.core.errors import BadInput
 from memfit.core.units import GIB, KIB, MIB
-from memfit.data.geometry import Sizes, divide, in_flight_bytes, num_held, sizes_of, windows_bytes
+from memfit.data.geometry import SampleBytes, divide, in_flight_bytes, num_held, sizes_of, windows_bytes
 from memfit.data.source import Field, Layout
 
-ROW = Sizes(4096, 4096)
+ROW = SampleBytes(4096, 4096)
 
 
 def test_windows_and_batches_stay_within_the_budget():
@@ -41,24 +41,24 @@ def test_large_natural_blocks_take_fewer_lanes_so_that_windows_have_many():
 def test_small_natural_blocks_are_read_several_at_a_time():
     layout = Layout(edges=np.arange(0, 10**7 + 1, 2))
 
-    geometry = divide(10**7, layout, Sizes(64, 64), 256, 512 * MIB, shuffle=True)
-    small = divide(10**7, layout, Sizes(64, 64), 256, MIB, shuffle=True)
+    geometry = divide(10**7, layout, SampleBytes(64, 64), 256, 512 * MIB, shuffle=True)
+    small = divide(10**7, layout, SampleBytes(64, 64), 256, MIB, shuffle=True)
 
     assert 64 * KIB <= geometry.num_merged * 2 * 64 <= 256 * KIB
     assert small.window_samples / (small.num_merged * 2) >= 60
 
 
 def test_small_windows_have_small_blocks():
-    geometry = divide(10**6, Layout(), Sizes(64, 64), 32, MIB, shuffle=True)
+    geometry = divide(10**6, Layout(), SampleBytes(64, 64), 32, MIB, shuffle=True)
 
     assert geometry.window_samples / geometry.block_samples >= 60
 
 
 def test_windows_of_very_small_samples_have_as_many_blocks_as_others():
-    geometry = divide(10**8, Layout(), Sizes(4, 4), 32, 8 * MIB, shuffle=True)
+    geometry = divide(10**8, Layout(), SampleBytes(4, 4), 32, 8 * MIB, shuffle=True)
 
     assert geometry.window_samples / geometry.block_samples >= 60
-    assert windows_bytes(geometry, Sizes(4, 4), shuffle=True) == 2 * geometry.window_samples * 8
+    assert windows_bytes(geometry, SampleBytes(4, 4), shuffle=True) == 2 * geometry.window_samples * 8
 
 
 def test_the_order_of_very_many_blocks_is_bounded():
@@ -70,8 +70,8 @@ def test_the_order_of_very_many_blocks_is_bounded():
 def test_windows_hold_the_narrower_type():
     fields = (Field("x", np.dtype("float64"), (10,)), Field("y", np.dtype("uint8"), ()))
 
-    assert sizes_of(fields, (np.dtype("float32"), np.dtype("uint8"))) == Sizes(41, 41)
-    assert sizes_of(fields[1:], (np.dtype("float32"),)) == Sizes(1, 4)
+    assert sizes_of(fields, (np.dtype("float32"), np.dtype("uint8"))) == SampleBytes(41, 41)
+    assert sizes_of(fields[1:], (np.dtype("float32"),)) == SampleBytes(1, 4)
 
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed():
@@ -82,7 +82,7 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed():
     with pytest.raises(BadInput, match=r"one read takes 2.00 GiB beside the samples"):
         divide(10**6, Layout(scratch_bytes=2 * GIB), ROW, 16, GIB, shuffle=True)
     with pytest.raises(BadInput, match="too little"):
-        divide(10, Layout(), Sizes(GIB, GIB), 1, MIB, shuffle=False)
+        divide(10, Layout(), SampleBytes(GIB, GIB), 1, MIB, shuffle=False)
 
 
 @given(
@@ -93,7 +93,7 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed():
     shuffle=st.booleans(),
 )
 def test_any_division_is_within_the_budget(num_samples, sample_bytes, batch_size, memory_bytes, shuffle):
-    sizes = Sizes(sample_bytes, sample_bytes)
+    sizes = SampleBytes(sample_bytes, sample_bytes)
     try:
         geometry = divide(num_samples, Layout(), sizes, batch_size, memory_bytes, shuffle=shuffle)
     except BadInput:

@@ -1,6 +1,5 @@
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +7,8 @@ import pytest
 from memfit.core.errors import BadFile, BadInput
 from memfit.core.units import MIB
 from memfit.data import inspection
-from memfit.data.inspection import inspect_data, storage_of
-from memfit.data.source import Field
+from memfit.data.inspection import inspect_data
+from memfit.data.sources.opening import open_source
 
 VALUES = np.random.default_rng(0).standard_normal((3000, 100))
 
@@ -40,15 +39,15 @@ def test_a_file_is_described(folder):
     assert data["streaming"]["memory_bytes"] == 512 * MIB
 
 
-def test_the_first_look_is_at_a_sample_of_the_values(folder, monkeypatch):
-    values = VALUES.copy()
+def test_the_first_look_is_at_a_sample_of_the_values(folder):
+    values = np.tile(VALUES, (3, 1))
     values[0, 0], values[-1, 0], values[-1, 1] = np.nan, np.inf, 99.0
     np.save("x.npy", values)
-    monkeypatch.setattr(inspection, "_LOOK_BYTES", 16 * 800 * 10)
 
     seen = inspect_data("x.npy").fields[0].seen
 
-    assert seen.num_values == 16 * 10 * 100
+    # 4 MiB of 7.2 MB.
+    assert seen.num_values == 16 * 327 * 100
     assert (seen.num_nan, seen.num_infinite, seen.maximum) == (1, 1, 99.0)
 
 
@@ -76,11 +75,10 @@ def test_how_it_streams_follows_from_the_budget(folder):
     assert parts.window_bytes < MIB
 
 
-def test_few_blocks_are_warned_of(folder, monkeypatch):
-    monkeypatch.setattr(inspection, "_FEW_BLOCKS", 200)
-    np.save("x.npy", VALUES.astype("f4"))
+def test_few_blocks_are_warned_of(folder):
+    np.save("x.npy", np.zeros((100, 10_000), "f4"))
 
-    (warning,) = inspect_data("x.npy", memory="1MiB", batch_size=8).warnings
+    (warning,) = inspect_data("x.npy", memory="1MiB", batch_size=2).warnings
 
     assert "of samples are followed by one of the same block, against" in warning
     assert warning.endswith("in a full shuffle. More memory helps.")
@@ -128,6 +126,8 @@ def test_images_are_described(folder):
 
     found = inspect_data("images")
 
+    os.makedirs("images/empty")
+    assert "class folders without images: 'empty'" in inspect_data("images").warnings
     assert found.classes == ("cat", "dog")
     assert found.fields[0].is_ragged
     assert found.loaded_bytes is None
@@ -184,7 +184,7 @@ def test_columns_that_cannot_be_features_are_left_out_and_named(folder, kind):
     assert [(field.name, field.shape) for field in found.fields] == [("features", (2,))]
     assert "left out here: 'name', 'kind' of " in found.warnings[0]
     assert "are text, which can't be features" in found.warnings[0]
-    assert "or use as labels with labels=. Looked at: 'a', 'b'." in found.warnings[0]
+    assert "or use as labels with --labels (labels=). Looked at: 'a', 'b'." in found.warnings[0]
     assert "'name' of" in inspect_data(f"t.{kind}", labels="kind").warnings[0]
     assert inspect_data(f"t.{kind}", labels="kind").classes == ("cat", "dog")
 
@@ -205,31 +205,42 @@ def test_columns_that_were_asked_for_are_not_left_out(folder):
             inspect_data(source, **options)
 
 
-X = Field("x", np.dtype("f4"), (64, 64))
 ZEROS = np.zeros((300, 64, 64), "f4")
 
 
 def test_npy(tmp_path):
     np.save(tmp_path / "x.npy", ZEROS)
 
-    assert storage_of([tmp_path / "x.npy"], [X]).lines == (".npy: samples one after the other, without compression",)
+    assert open_source(tmp_path / "x.npy").storage().lines == (
+        ".npy: samples one after the other, without compression",
+    )
 
 
 def test_npy_in_fortran_order(tmp_path):
     np.save(tmp_path / "x.npy", np.asfortranarray(ZEROS))
 
-    assert "each sample scattered over the file" in storage_of([tmp_path / "x.npy"], [X]).lines[0]
+    assert "each sample scattered over the file" in open_source(tmp_path / "x.npy").storage().lines[0]
+
+
+def test_all_files_of_a_pair_are_described(tmp_path):
+    np.save(tmp_path / "x.npy", ZEROS)
+    np.savez(tmp_path / "y.npz", y=ZEROS[:, 0, 0])
+
+    assert open_source({"a": tmp_path / "x.npy", "b": tmp_path / "y.npz"}, labels="b").storage().lines == (
+        ".npy: samples one after the other, without compression",
+        "y: a member of the archive, without compression, read in place",
+    )
 
 
 def test_members_of_an_archive_are_told_apart(tmp_path):
     np.savez(tmp_path / "x.npz", x=ZEROS)
     np.savez_compressed(tmp_path / "packed.npz", x=ZEROS)
 
-    assert storage_of([tmp_path / "x.npz"], [X]).lines == (
+    assert open_source(tmp_path / "x.npz").storage().lines == (
         "x: a member of the archive, without compression, read in place",
     )
-    assert storage_of([tmp_path / "packed.npz"], [X]).lines == (
-        "x: a compressed member of the archive, 0% of its size",
+    assert open_source(tmp_path / "packed.npz").storage().lines == (
+        "x: a member of the archive, compressed to 0% of its size",
     )
 
 
@@ -253,7 +264,7 @@ def test_chunks_of_hdf5(tmp_path, options, line, warnings):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=ZEROS, **options)
 
-    found = storage_of([tmp_path / "x.h5"], [X])
+    found = open_source(tmp_path / "x.h5").storage()
 
     assert found.lines == (line,)
     assert len(found.warnings) == len(warnings)
@@ -269,7 +280,7 @@ def test_row_groups_of_parquet(tmp_path, size, is_warned):
     values = np.random.default_rng(0).standard_normal(10**6)
     parquet.write_table(pyarrow.table({"a": values}), tmp_path / "x.parquet", row_group_size=size, compression="snappy")
 
-    found = storage_of([tmp_path / "x.parquet"], [Field("features", np.dtype("f8"), (1,))])
+    found = open_source(tmp_path / "x.parquet").storage()
 
     assert " of up to " in found.lines[0]
     assert found.lines[0].endswith(f"{size} rows in the first; snappy")
@@ -280,18 +291,10 @@ def test_text_is_converted_once(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_SPOOL", "there")
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
 
-    found = storage_of([tmp_path / "x.csv", tmp_path / "x.csv"], [])
+    found = open_source([tmp_path / "x.csv", tmp_path / "x.csv"]).storage()
 
     assert found.is_text
     assert found.lines == (
         "text, one line a sample; converted once to Arrow in 'there', and read from there "
         "(2 files; the first is described)",
     )
-
-
-def test_nothing_is_said_of_what_can_not_be_looked_at(tmp_path):
-    (tmp_path / "x.h5").write_bytes(b"no HDF5")
-    (tmp_path / "x.npz").write_bytes(b"no archive")
-
-    for path in (tmp_path / "x.h5", tmp_path / "x.npz", tmp_path / "nothing", tmp_path, Path("s3:/x")):
-        assert storage_of([path], [X]).lines == ()

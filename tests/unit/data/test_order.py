@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.data.geometry import Geometry
-from memfit.data.order import Order, Share, random_generator
+from memfit.data.order import EpochShare, Order, random_generator
 from tests.sources import samples_of
 
 geometries = st.builds(
@@ -112,7 +112,7 @@ def test_few_blocks_are_as_little_correlated_with_their_places_as_many():
 
 
 shares = st.builds(
-    lambda total, start, batch_size, ranks, drop: Share(min(start, total), total, batch_size, ranks, drop),
+    lambda total, start, batch_size, ranks, drop: EpochShare(min(start, total), total, batch_size, ranks, drop),
     st.integers(0, 300),
     st.integers(0, 300),
     st.integers(1, 20),
@@ -163,7 +163,7 @@ def test_no_batch_is_larger_than_it_may_be(share):
 @given(shares, st.integers(0, 40))
 def test_going_on_from_a_place_gives_the_rest(share, num_rounds):
     place = share.place_after(num_rounds)
-    rest = Share(place, share.num_samples, share.batch_size, share.num_ranks, share.drop_last)
+    rest = EpochShare(place, share.num_samples, share.batch_size, share.num_ranks, share.drop_last)
     if place + share.batch_size * share.num_ranks <= share.num_samples:
         whole = [list(replace(share, rank=rank).batches())[num_rounds] for rank in range(share.num_ranks)]
         if all(stop - start == share.batch_size for start, stop in whole):
@@ -171,7 +171,7 @@ def test_going_on_from_a_place_gives_the_rest(share, num_rounds):
 
 
 def test_a_rest_is_spread_over_the_ranks():
-    share = Share(0, 22, 5, 4)
+    share = EpochShare(0, 22, 5, 4)
 
     assert [replace(share, rank=rank).batch(0) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 11)]
     assert [replace(share, rank=rank).batch(1) for rank in range(4)] == [(11, 14), (14, 17), (17, 20), (20, 22)]
@@ -179,7 +179,7 @@ def test_a_rest_is_spread_over_the_ranks():
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_nothing_left(drop_last):
-    share = Share(10, 10, 4, 2, drop_last)
+    share = EpochShare(10, 10, 4, 2, drop_last)
 
     assert share.num_rounds == 0
     assert list(share.batches()) == []

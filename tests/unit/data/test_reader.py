@@ -6,7 +6,7 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.geometry import Geometry
-from memfit.data.order import Order, Share
+from memfit.data.order import EpochShare, Order
 from memfit.data.reader import Assembly, Transforms, read_epoch, stack
 from tests.sources import ArraySource, NamedSamples
 
@@ -15,7 +15,7 @@ def read(source, *, batch_size=4, transform=None, batch_transform=None, epoch=0,
     geometry = Geometry(source.num_samples, batch_size, 1, source.num_samples, source.num_samples)
     dtypes = [field.dtype for field in source.fields]
     assembly = Assembly(source, dtypes, Transforms(transform, batch_transform), seed, np.dtype("float32"))
-    share = Share(0, source.num_samples, batch_size)
+    share = EpochShare(0, source.num_samples, batch_size)
     return read_epoch(assembly, Order(geometry, None, seed, epoch), share, epoch=epoch, limit_bytes=limit_bytes)
 
 

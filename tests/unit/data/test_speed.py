@@ -93,5 +93,13 @@ def test_files_are_those_in_folders(folder):
     (folder / "a" / "b" / "c").touch()
 
     assert [path.name for path in files_in([folder / "x.npy", folder / "a", folder / "nothing"])] == ["x.npy", "c"]
-    assert speed._read_plainly([], 1.0) is None
-    assert not speed._forget([])
+
+
+def test_of_remote_files_the_disk_is_unknown(folder):
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/speed.npy", (folder / "x.npy").read_bytes())
+
+    found = bench_data("memory://speed.npy", seconds=0.01)
+
+    assert found.num_rows >= 32
+    assert (found.disk_bytes, found.raw_bytes_per_second, found.ratio, found.is_cold) == (None, None, None, False)

@@ -17,7 +17,7 @@ from memfit.core.errors import BadInput
 from memfit.core.units import MIB
 from memfit.data.geometry import Geometry
 from memfit.data.source import Layout
-from memfit.data.stream import Stream
+from memfit.data.stream import ArrayStream
 from tests.sources import ArraySource, NamedSamples, stream_over
 
 
@@ -111,7 +111,7 @@ def test_more_workers_than_lanes_allow_work_where_there_is_something_else_to_do(
     assert stream_of().working(4) == 1
     assert stream_of(transform=lambda x: x).working(4) == 4
     assert stream_of(shuffle=False).working(4) == 4
-    assert Stream(NamedSamples(100), batch_size=4, memory_bytes=MIB).working(4) == 4
+    assert ArrayStream(NamedSamples(100), batch_size=4, memory_bytes=MIB).working(4) == 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
@@ -252,7 +252,7 @@ def test_what_it_tells_of_itself():
     assert [field.name for field in stream.fields] == ["x", "x1"]
     assert stream.classes == ()
     assert stream.in_flight_bytes + stream.window_bytes <= MIB
-    assert Stream(NamedSamples(10), batch_size=2, memory_bytes=MIB).classes == ("odd", "even")
+    assert ArrayStream(NamedSamples(10), batch_size=2, memory_bytes=MIB).classes == ("odd", "even")
     stream.close()
 
 
@@ -296,7 +296,7 @@ def test_no_more_workers_than_there_is_room_for_what_reading_takes():
         def layout(self, value):
             pass
 
-    stream = Stream(Costly(np.zeros((5000, 8))), batch_size=4, memory_bytes=MIB, shuffle=False)
+    stream = ArrayStream(Costly(np.zeros((5000, 8))), batch_size=4, memory_bytes=MIB, shuffle=False)
 
     assert stream.working(8) == 2
 
@@ -313,7 +313,7 @@ def peak_of(stream):
 
 @pytest.mark.parametrize("transform", [None, float])
 def test_very_small_samples_stay_within_the_budget(transform):
-    stream = Stream(
+    stream = ArrayStream(
         ArraySource(np.zeros(4_000_000, np.float32)), batch_size=800, memory_bytes=8 * MIB, transform=transform
     )
     assert stream.geometry.window_samples < 1_000_000
@@ -324,7 +324,7 @@ def test_very_small_samples_stay_within_the_budget(transform):
 
 def test_large_batches_stay_within_the_budget():
     x = np.zeros((20_000, 64), np.float32)
-    stream = Stream(ArraySource(x), batch_size=4000, memory_bytes=4 * MIB)
+    stream = ArrayStream(ArraySource(x), batch_size=4000, memory_bytes=4 * MIB)
 
     assert 2 * stream.batch_bytes <= stream.in_flight_bytes
     assert stream.in_flight_bytes + stream.window_bytes <= 4 * MIB
@@ -334,7 +334,7 @@ def test_large_batches_stay_within_the_budget():
 def test_a_window_is_read_while_the_one_before_it_is_used():
     # GIVEN windows whose arrays don't end at a multiple of the alignment
     source, window = ArraySource(np.zeros((10_000, 3), np.float32)), 1001
-    stream = Stream(source, batch_size=10, memory_bytes=50_000)
+    stream = ArrayStream(source, batch_size=10, memory_bytes=50_000)
     stream.geometry = Geometry(10_000, 10, 1, window, 1)
 
     batches = iter(stream)
@@ -480,7 +480,7 @@ def test_types_may_be_named_as_pytorch_does():
 
 def test_images_leave_half_of_the_memory_to_batches():
     source = NamedSamples(100, shapes=lambda number: (100, 100, 3))
-    stream = Stream(source, batch_size=8, memory_bytes=4 * MIB)
+    stream = ArrayStream(source, batch_size=8, memory_bytes=4 * MIB)
 
     assert stream.in_flight_bytes == 2 * MIB
     assert stream.in_flight_bytes + stream.window_bytes <= 4 * MIB

@@ -44,8 +44,7 @@ class ArraySource(Source):
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    """Every block is forced to disk, and the journal tells of each."""
-    monkeypatch.setattr(transfers, "_SYNC_BYTES", 1)
+    """The journal tells of each block that is forced to disk."""
     monkeypatch.setattr(transfers, "_JOURNAL_SECONDS", 0.0)
 
 
@@ -53,7 +52,7 @@ def transfer(source, path, dtype="f4", block=8, **options):
     fields = tuple(Field(f.name, np.dtype(dtype), f.shape) for f in source.fields)
     chunk = block * fields[0].sample_bytes
     target = plan_target(path, fields, source.num_samples, chunk_bytes=chunk)
-    return Transfer(source, target, Journal(path), {"test": 1}, **options)
+    return Transfer(source, target, Journal(path), {"test": 1}, sync_bytes=1, **options)
 
 
 VALUES = np.random.default_rng(0).standard_normal((100, 3))

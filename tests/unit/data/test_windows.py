@@ -5,7 +5,7 @@ import pytest
 
 from memfit.core.errors import BadFile
 from memfit.data.geometry import Geometry
-from memfit.data.order import Order, Piece, Share
+from memfit.data.order import EpochShare, Order, Piece
 from memfit.data.windows import Windows
 from tests.sources import ArraySource, samples_of
 
@@ -14,7 +14,7 @@ FLOAT = np.dtype("float32")
 
 def windows_over(source, geometry, *, share=None, limit_bytes=10**9, seed=0):
     order = Order(geometry, None, seed, 0)
-    share = share or Share(0, geometry.num_samples, geometry.batch_size)
+    share = share or EpochShare(0, geometry.num_samples, geometry.batch_size)
     return order, Windows(source, order, share, [FLOAT], limit_bytes, 4)
 
 
@@ -49,7 +49,7 @@ def test_workers_with_lanes_of_their_own_read_nothing_twice_and_others_keep_what
     source, geometry = ArraySource(rows(1000)), Geometry(1000, 10, num_lanes, 120, 7)
     given = []
     for worker in range(2):
-        share = Share(0, 1000, 10, worker=worker, num_workers=2)
+        share = EpochShare(0, 1000, 10, worker=worker, num_workers=2)
         order, windows = windows_over(source, geometry, share=share, limit_bytes=1000)
         given.append(drain(order, windows))
 
@@ -105,7 +105,7 @@ def test_no_thread_is_left_behind():
 def test_values_are_converted_on_the_way_out():
     source, geometry = ArraySource(rows(50).astype(np.float16)), Geometry(50, 10, 1, 50, 5)
     order = Order(geometry, None, 0, 0)
-    windows = Windows(source, order, Share(0, 50, 10), [np.dtype("float16")], 10**6)
+    windows = Windows(source, order, EpochShare(0, 50, 10), [np.dtype("float16")], 10**6)
     out = [np.empty((50, 3), np.float64)]
 
     windows.take(Piece(0, 0, 0, 50), out)
@@ -127,7 +127,7 @@ class Noting(ArraySource):
 
 def one_of_four(source, geometry, *, edges=None, seed=None):
     order = Order(geometry, edges, seed, 0)
-    share = Share(0, geometry.num_samples, geometry.batch_size, worker=1, num_workers=4)
+    share = EpochShare(0, geometry.num_samples, geometry.batch_size, worker=1, num_workers=4)
     return order, Windows(source, order, share, [FLOAT], 10**9)
 
 
@@ -166,7 +166,7 @@ def test_natural_blocks_of_which_some_samples_are_wanted_are_read_one_by_one_and
 def test_numbers_of_samples_are_those_of_the_order(seed, num_workers):
     source, geometry = ArraySource(rows(500)), Geometry(500, 10, 1, 120, 7)
     order = Order(geometry, None, seed, 0)
-    share = Share(30, 500, 10, worker=num_workers - 1, num_workers=num_workers)
+    share = EpochShare(30, 500, 10, worker=num_workers - 1, num_workers=num_workers)
     windows = Windows(source, order, share, [FLOAT], 10**6)
 
     for start, stop in share.batches():

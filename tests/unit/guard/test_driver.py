@@ -129,7 +129,7 @@ def supervised(monkeypatch, tmp_path):
     def begin(**request):
         folder = tmp_path / "attempt-1"
         folder.mkdir()
-        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "request.json").write_text(json.dumps(run_events.RunRequest(**request).to_json()))
         monkeypatch.setenv(env.RUN_REQUEST, str(folder / "request.json"))
         return lambda: [(event["event"], event) for event in run_events.read_events(folder)]
 

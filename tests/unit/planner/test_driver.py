@@ -8,7 +8,7 @@ from memfit.core.estimate import Estimate, HostMemory
 from memfit.core.plan import Plan, PlanNotFound, Refusal
 from memfit.core.replay import OutOfMemory, Replay
 from memfit.core.settings import Keeps, Settings
-from memfit.core.step_facts import Part
+from memfit.core.step_facts import StepPart
 from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.units import MIB
 from memfit.planner.driver import Patience, Planner, Question
@@ -16,7 +16,7 @@ from memfit.planner.moves import CHECKPOINT, MICRO_BATCH
 from memfit.planner.traced_search import Speed, TracedSearch, Variant
 
 STATE = {str(Category.PARAMETER): 10 * MIB, str(Category.GRADIENT): 10 * MIB, str(Category.OPTIMIZER_STATE): 20 * MIB}
-PARTS = tuple(Part(f"block{number}", MIB, 1.0) for number in range(8))
+PARTS = tuple(StepPart(f"block{number}", MIB, 1.0) for number in range(8))
 
 
 def estimate(size_bytes, device):

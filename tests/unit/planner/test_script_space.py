@@ -9,7 +9,7 @@ import pytest
 
 from memfit import plan_script
 from memfit.core.device import Origin
-from memfit.core.dryrun import DryRun, Outcome, Seen
+from memfit.core.dryrun import DryRun, Outcome, ProgramFacts
 from memfit.core.errors import StepFailed
 from memfit.core.plan import Plan, PlanNotFound, Refusal
 from memfit.core.settings import Keeps, OptimizerKernels, OptimizerState, Settings
@@ -21,7 +21,7 @@ from memfit.processes import launch, sequence
 from tests.unit.planner.script_builders import NUM_LAYERS, estimate_of, memory_of, speed_of, stack, work
 
 PLAIN_BYTES = estimate_of(stack(hidden=128 * MIB)).peak_bytes
-SEEN = Seen(models=("GPT",), optimizers=("AdamW",), fusable=True, batch_size=16, work=work())
+SEEN = ProgramFacts(models=("GPT",), optimizers=("AdamW",), fusable=True, batch_size=16, work=work())
 
 
 class Children:
@@ -333,7 +333,7 @@ DEFAULT = ("exact", "rounding", "-autocast", "-shard")
 
 def search(timeline=None, allow=DEFAULT, splits=True, **options):
     timeline = timeline or stack()
-    seen = Seen(**{"batch_size": 16, "fusable": True, **options})
+    seen = ProgramFacts(**{"batch_size": 16, "fusable": True, **options})
     found = ScriptSearch(memory_of(timeline), speed_of(timeline), allowed_moves(allow), seen, "amp-bf16")
     found.splits = splits
     return found

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.settings import Settings
-from memfit.core.step_facts import Part, StepFacts
+from memfit.core.step_facts import StepFacts, StepPart
 from memfit.core.units import MIB
 from memfit.planner.driver import Question
 from memfit.planner.moves import allowed_moves
 from memfit.planner.traced_search import Speed, TracedSearch, Variant, levels, num_moves, open_traced_search
 
 PLAIN = Variant(Settings(), 1.0, 1.0, fixed_bytes=100, gradient_bytes=10)
-PARTS = tuple(Part(f"block{number}", 10.0, 1.0) for number in range(8))
+PARTS = tuple(StepPart(f"block{number}", 10.0, 1.0) for number in range(8))
 
 
 def search(**changes):
@@ -22,7 +22,7 @@ def search(**changes):
 
 
 def test_levels_take_first_what_spares_most_for_its_work():
-    parts = [Part("cheap", 100.0, 1.0), Part("dear", 100.0, 50.0), Part("small", 5.0, 5.0)]
+    parts = [StepPart("cheap", 100.0, 1.0), StepPart("dear", 100.0, 50.0), StepPart("small", 5.0, 5.0)]
     found = levels(parts)
     assert found[0] == ("cheap",)
     assert found[-1] == ("cheap", "dear", "small")
@@ -30,7 +30,7 @@ def test_levels_take_first_what_spares_most_for_its_work():
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 1000)), min_size=1, max_size=12))
 def test_levels_spare_more_and_more(sizes):
-    parts = [Part(str(place), float(size), float(work)) for place, (size, work) in enumerate(sizes)]
+    parts = [StepPart(str(place), float(size), float(work)) for place, (size, work) in enumerate(sizes)]
     kept = {part.path: part.kept_bytes for part in parts}
     spared = [sum(kept[path] for path in level) for level in levels(parts)]
     assert spared[-1] == sum(kept.values())
@@ -39,7 +39,7 @@ def test_levels_spare_more_and_more(sizes):
 
 
 def test_nothing_to_recompute_gives_no_levels():
-    assert levels([]) == [] == levels([Part("empty", 0.0, 1.0)])
+    assert levels([]) == [] == levels([StepPart("empty", 0.0, 1.0)])
 
 
 def test_what_fits_as_it_is_is_left_alone():
@@ -132,7 +132,7 @@ def test_moves_are_counted():
     assert num_moves(Settings(micro_batches=2, checkpoint=("a", "b"), precision="amp-bf16")) == 4
 
 
-BLOCK = (Part("block", MIB, 1e6),)
+BLOCK = (StepPart("block", MIB, 1e6),)
 BEFORE = SimpleNamespace(
     state_bytes={"parameter": 4 * MIB, "gradient": 4 * MIB, "optimizer state": 8 * MIB},
     batch_bytes=MIB,

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from memfit.core.run_events import RunRequest
-from memfit.core.supervised import Cause, Configuration, Outcome
+from memfit.core.supervised import Cause, Configuration, RunOutcome
 from memfit.core.units import MIB
 from memfit.processes import process_tree as processes
 from memfit.processes import supervise
@@ -49,7 +49,7 @@ def supervised(tmp_path, capfd):
 def test_a_script_that_gets_through(supervised):
     run, said = supervised("import time; held = bytearray(30_000_000); time.sleep(0.5)")
 
-    assert (run.outcome, run.exit_code, said) == (Outcome.COMPLETED, 0, [])
+    assert (run.outcome, run.exit_code, said) == (RunOutcome.COMPLETED, 0, [])
     (attempt,) = run.attempts
     assert attempt.configuration == Configuration()
     assert attempt.peak.held_bytes > 30_000_000
@@ -60,13 +60,13 @@ def test_a_script_that_gets_through(supervised):
 def test_a_failure_of_its_own_is_not_repeated(supervised):
     run, said = supervised("raise SystemExit(5)")
 
-    assert (run.outcome, run.exit_code, len(run.attempts), said) == (Outcome.FAILED, 5, 1, [])
+    assert (run.outcome, run.exit_code, len(run.attempts), said) == (RunOutcome.FAILED, 5, 1, [])
 
 
 def test_a_guard_is_told_less_until_it_fits(supervised):
     run, said = supervised(GUARDED, "4", checkpoint="runs")
 
-    assert run.outcome is Outcome.COMPLETED
+    assert run.outcome is RunOutcome.COMPLETED
     assert [attempt.configuration.micro_batch_size for attempt in run.attempts] == [None, 8, 4]
     assert [attempt.resumed_from for attempt in run.attempts] == ["", "runs/step-4", "runs/step-4"]
     assert [attempt.steps for attempt in run.attempts] == [4, 4, 9]
@@ -85,7 +85,7 @@ def test_a_guard_is_told_less_until_it_fits(supervised):
 def test_retries_bound_the_number_of_attempts(supervised):
     run, said = supervised(GUARDED, "1", retries=1)
 
-    assert (run.outcome, run.exit_code, len(run.attempts)) == (Outcome.OUT_OF_MEMORY, 3, 2)
+    assert (run.outcome, run.exit_code, len(run.attempts)) == (RunOutcome.OUT_OF_MEMORY, 3, 2)
     assert said[-1] == "giving up: it has been started 2 times, and --retries is 1"
 
 
@@ -93,7 +93,7 @@ def test_a_guard_that_does_not_listen_is_named(supervised):
     text = GUARDED.replace("size = request.micro_batch_size or 16", "size = 16")
     run, _ = supervised(text, "1", retries=2)
 
-    assert run.outcome is Outcome.OUT_OF_MEMORY
+    assert run.outcome is RunOutcome.OUT_OF_MEMORY
     assert "attempt 2 was to use micro-batches of at most 8 but used 16" in run.notes
     configurations = [attempt.configuration for attempt in run.attempts]
     assert len(set(configurations)) == len(configurations)
@@ -111,7 +111,7 @@ if not (request.rescue and request.eager):
 def test_without_a_guard_the_rescue_is_tried(supervised):
     run, said = supervised(RESCUED)
 
-    assert run.outcome is Outcome.COMPLETED
+    assert run.outcome is RunOutcome.COMPLETED
     assert [str(attempt.configuration) for attempt in run.attempts] == ["as it is", "rescue", "rescue of everything"]
     assert "from its beginning, unless it resumes by itself" in said[1]
 
@@ -134,7 +134,7 @@ def test_a_budget_below_what_the_libraries_take(supervised):
     text = "import importlib\nfor name in ('json', 'numpy', 'numpy.random'):\n    importlib.import_module(name)"
     run, said = supervised(text, budget_bytes=2_000_000)
 
-    assert (run.outcome, run.exit_code, run.limit_of) == (Outcome.OUT_OF_MEMORY, 3, "budget")
+    assert (run.outcome, run.exit_code, run.limit_of) == (RunOutcome.OUT_OF_MEMORY, 3, "budget")
     assert len(run.attempts) == 1
     assert "1.91 MiB" in said[-1]
 
@@ -149,7 +149,7 @@ def test_a_budget_is_a_limit(supervised):
 def test_a_signal_of_somebody_else(supervised):
     run, said = supervised("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
 
-    assert (run.outcome, run.exit_code, said) == (Outcome.SIGNALLED, 128 + signal.SIGTERM, [])
+    assert (run.outcome, run.exit_code, said) == (RunOutcome.SIGNALLED, 128 + signal.SIGTERM, [])
 
 
 def test_a_script_that_is_asked_to_end_is_not_started_again(supervised):
@@ -165,13 +165,13 @@ def test_a_script_that_is_asked_to_end_is_not_started_again(supervised):
     )
     run, said = supervised(text)
 
-    assert (len(run.attempts), run.outcome, said) == (1, Outcome.OUT_OF_MEMORY, [])
+    assert (len(run.attempts), run.outcome, said) == (1, RunOutcome.OUT_OF_MEMORY, [])
 
 
 def test_a_kill_that_nobody_explains(supervised):
     run, _ = supervised("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 
-    assert (run.outcome, run.exit_code) == (Outcome.SIGNALLED, 137)
+    assert (run.outcome, run.exit_code) == (RunOutcome.SIGNALLED, 137)
 
 
 def test_processes_of_a_script_whose_keeper_was_killed_are_ended(supervised, tmp_path):
@@ -195,7 +195,7 @@ def test_on_a_machine_with_devices_the_budget_is_theirs(supervised, monkeypatch)
     text = "from memfit.core.run_events import current; assert current().budget_bytes == 9; bytearray(50_000_000)"
     run, _ = supervised(text, budget_bytes=9)
 
-    assert run.outcome is Outcome.COMPLETED
+    assert run.outcome is RunOutcome.COMPLETED
     assert run.limit_of != "budget"
 
 
@@ -220,7 +220,7 @@ def test_a_guard_of_keras_plans_for_less_each_time(supervised, monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     run, said = supervised(KERAS, "crash", budget_bytes=400 * MIB)
 
-    assert run.outcome is Outcome.COMPLETED
+    assert run.outcome is RunOutcome.COMPLETED
     assert [attempt.ending.cause for attempt in run.attempts[:2]] == [Cause.CRASHED, Cause.CRASHED]
     assert [attempt.configuration for attempt in run.attempts] == [
         Configuration(),
@@ -275,7 +275,7 @@ held = bytearray(b"x") * 100_000_000
 def test_what_is_reserved_and_never_used_is_no_reason_to_fail(supervised, text, budget_bytes):
     run, said = supervised(text, "100000000", budget_bytes=budget_bytes)
 
-    assert run.outcome is Outcome.COMPLETED, said
+    assert run.outcome is RunOutcome.COMPLETED, said
     assert [attempt.configuration.reserves for attempt in run.attempts] == [False, True]
     assert "with no limit on address space (attempt 2 of 6)" in said[1]
 
@@ -285,7 +285,7 @@ def test_what_settles_before_it_matters_costs_no_attempt(supervised):
         RESERVES.replace("held", "import time; time.sleep(2.5); held"), "100000000", budget_bytes=1100 * MIB
     )
 
-    assert (run.outcome, len(run.attempts), said) == (Outcome.COMPLETED, 1, [])
+    assert (run.outcome, len(run.attempts), said) == (RunOutcome.COMPLETED, 1, [])
 
 
 def test_a_child_of_the_script_may_reserve_too(supervised):
@@ -293,7 +293,7 @@ def test_a_child_of_the_script_may_reserve_too(supervised):
     text += "sys.exit(subprocess.run([sys.executable, '-c', code, '100000000']).returncode)"
     run, said = supervised(text, RESERVES.strip(), budget_bytes=1100 * MIB)
 
-    assert (run.outcome, len(run.attempts)) == (Outcome.COMPLETED, 1), said
+    assert (run.outcome, len(run.attempts)) == (RunOutcome.COMPLETED, 1), said
 
 
 def test_a_script_that_reserves_and_uses_too_much_fails_with_an_exception(supervised):
@@ -312,7 +312,7 @@ def test_a_script_that_uses_what_it_reserved_is_stopped_beyond_its_budget(superv
 
     assert [attempt.ending.cause for attempt in run.attempts] == [Cause.EXCEPTION, Cause.KILLED]
     assert "memfit stopped it because it exceeded its budget" in said[2]
-    assert (run.outcome, run.exit_code) == (Outcome.OUT_OF_MEMORY, 3)
+    assert (run.outcome, run.exit_code) == (RunOutcome.OUT_OF_MEMORY, 3)
 
 
 def test_shared_memory_beyond_a_budget_is_told(supervised):
@@ -320,7 +320,7 @@ def test_shared_memory_beyond_a_budget_is_told(supervised):
     text += "for start in range(0, 400 << 20, 4096):\n    held[start] = 1\ntime.sleep(1)\n"
     run, said = supervised(text, budget_bytes=200 * MIB)
 
-    assert run.outcome is Outcome.COMPLETED
+    assert run.outcome is RunOutcome.COMPLETED
     assert "more than its budget of 200.0 MiB" in said[0]
     assert (run.notes, len(said)) == ((said[0],), 1)
 
@@ -330,7 +330,7 @@ def test_a_strange_error_of_a_library_that_got_no_address_space_is_tried_again(s
     text = text.replace("{attempt}", "__import__('memfit.core.run_events').core.run_events.current().attempt - 1")
     run, said = supervised(text, budget_bytes=1060 * MIB)
 
-    assert (run.outcome, len(run.attempts)) == (Outcome.COMPLETED, 2)
+    assert (run.outcome, len(run.attempts)) == (RunOutcome.COMPLETED, 2)
     assert said[0].startswith("attempt 1: it was refused address space, not memory: of 1.0")
     assert "(TypeError: NoneType) at train.py, line " in said[0]
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.core.units import MIB
-from memfit.data.files import ByteFile, open_file, read_bytes
-from memfit.data.source import Array, PerThread
-from memfit.data.sources.tables import Names, TableSource, describe_type, load, reason_of
+from memfit.data.files import ByteFile, read_bytes
+from memfit.data.source import Array, PerThread, Storage
+from memfit.data.sources.tables import Names, TableSource, describe_type, load
 
 _MAGIC = b"ARROW1"
 _CONTINUES = 0xFFFFFFFF
@@ -82,9 +82,9 @@ class ArrowSource(TableSource):
         labels: str | None = None,
         classes: tuple[str, ...] | None = None,
     ) -> None:
-        name = os.fspath(path)
-        pa = load("pyarrow", f"{name!r} is an Arrow file")
-        self._file = file = open_file(path)
+        super().__init__(path)
+        file = self._file
+        pa = load("pyarrow", f"{self.name!r} is an Arrow file")
         self._contents = contents = _contents(file)
         numbers = range(len(contents.places))
         try:
@@ -95,8 +95,7 @@ class ArrowSource(TableSource):
                 for place, field in enumerate(schema)
             ]
             del first
-            super().__init__(
-                name,
+            self._choose(
                 table,
                 columns=columns,
                 labels=labels,
@@ -104,7 +103,7 @@ class ArrowSource(TableSource):
                 classes=classes,
             )
         except (OSError, pa.ArrowException) as error:
-            raise BadFile(f"{name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
+            raise BadFile(f"{self.name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
         self._batches: PerThread[_Batches] = PerThread()
         # A batch as stored and, where it is compressed, unpacked.
         stored = int(contents.places[:, 1].max(initial=0))
@@ -112,7 +111,6 @@ class ArrowSource(TableSource):
         self._set_blocks(contents.edges, len(contents.preamble) + stored + unpacked + _SPARE_BYTES)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills `out` with samples `start` to `stop`."""
         import pyarrow as pa
 
         batches = self._batches.get(lambda: _Batches(self._file, self._contents, self._columns))
@@ -129,14 +127,15 @@ class ArrowSource(TableSource):
                 ) from error
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of these samples' batches back."""
         for number, _, _ in self._blocks(start, stop):
             self._file.drop(*self._contents.places[number].tolist())
 
+    def storage(self) -> Storage:
+        return Storage(("Arrow: record batches, each read as a whole",))
+
     def close(self) -> None:
-        """Closes the file in this process; a later read opens it again."""
         self._batches.take_out()
-        self._file.close()
+        super().close()
 
 
 def _contents(file: ByteFile) -> _Contents:

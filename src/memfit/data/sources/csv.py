@@ -25,15 +25,17 @@ from typing import Any
 
 import numpy as np
 
+from memfit.core.env import spool_folder
 from memfit.core.errors import BadFile, BadInput
+from memfit.core.progress import announce
 from memfit.core.units import KIB, MIB, format_size
-from memfit.data.files import BlockReader, ByteFile, absolute, fingerprint_of, is_remote, open_file, stat_of
+from memfit.data.files import BlockReader, ByteFile, absolute, fingerprint_of, is_remote, open_file, read_bytes, stat_of
 from memfit.data.journal import Journal, write_whole
+from memfit.data.source import Storage
 from memfit.data.sources.arrow import ArrowSource
 from memfit.data.sources.csv_dialect import MISSING, Dialect, find_dialect
-from memfit.data.sources.joined import Passing
-from memfit.data.sources.spool import DESCRIPTION, announce, make_once
-from memfit.data.sources.tables import MOST_CLASSES, Column, Names, Part, choose_fields, fill, load, sort_classes
+from memfit.data.sources.spool import DESCRIPTION, SpooledSource, make_once
+from memfit.data.sources.tables import MOST_CLASSES, Column, Names, TableField, choose_fields, fill, load, sort_classes
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _HEAD_BYTES = 64 * KIB
@@ -67,7 +69,7 @@ _DTYPES = {
 }
 
 
-class CsvSource(Passing):
+class CsvSource(SpooledSource):
     """Rows of a CSV file (.csv, .tsv, either of them packed by gzip), which the first opening converts.
 
     Delimiter (comma, semicolon, tab, bar), decimal mark and names of the columns are found from the first rows. Where
@@ -96,7 +98,7 @@ class CsvSource(Passing):
 
         def convert(folder: Path) -> None:
             if file.size >= _ANNOUNCED_BYTES:
-                announce(f"memfit: converting {file.name} to {str(folder)!r}, once. Later runs find it there.")
+                announce(f"converting {file.name} to {str(folder)!r}, once. Later runs find it there.")
             before = stat_of(place)
             _Conversion(file, dialect, parts).run(Journal(folder))
             if stat_of(place) != before:
@@ -111,17 +113,17 @@ class CsvSource(Passing):
             replace(stored, name=part.field.name, is_tabular=part.field.is_tabular)
             for stored, part in zip(source.fields, parts, strict=True)
         )
-        super().__init__(source, fields)
-        self.paths = (Path(source.name),)
-        self.name = file.name
-        self._fingerprint = fingerprint_of([place], "csv", chosen)
+        # Changes with the file, and with what is chosen of it.
+        fingerprint = fingerprint_of([place], "csv", chosen)
+        super().__init__(source, fields, [Path(source.name)], name=file.name, fingerprint=fingerprint)
+        self._is_packed = read_bytes(file, 0, 2) == _GZIP_MAGIC
 
-    def fingerprint(self) -> str:
-        """Changes with the file, and with what is chosen of it."""
-        return self._fingerprint
+    def storage(self) -> Storage:
+        text = "text, compressed with gzip" if self._is_packed else "text, one line a sample"
+        return Storage((f"{text}; converted once to Arrow in {spool_folder()!r}, and read from there",), is_text=True)
 
 
-def _open_converted(folder: Path, parts: Sequence[Part]) -> ArrowSource | None:
+def _open_converted(folder: Path, parts: Sequence[TableField]) -> ArrowSource | None:
     """What was made before; None where it isn't there or isn't whole."""
     labels = next((str(number) for number, part in enumerate(parts) if part.field.is_label), None)
     try:
@@ -202,7 +204,7 @@ class _TooLong(Exception):
 class _Conversion:
     """Makes an Arrow file of a CSV file: one column for each field."""
 
-    def __init__(self, file: ByteFile, dialect: Dialect, parts: Sequence[Part]) -> None:
+    def __init__(self, file: ByteFile, dialect: Dialect, parts: Sequence[TableField]) -> None:
         self._file = file
         self._dialect = dialect
         self._parts = parts
@@ -225,8 +227,21 @@ class _Conversion:
         journal.discard()
         journal.part.mkdir()
         try:
-            while not self._is_written(journal.part / _ROWS):
-                pass
+            is_written = False
+            while not is_written:
+                try:
+                    with _unpacking(self._file.name):
+                        self._write(journal.part / _ROWS)
+                    is_written = True
+                except _TooLong as problem:
+                    if self._block_bytes >= _LONGEST_RECORD:
+                        raise self._bad_row(problem.args[0]) from None
+                    self._block_bytes *= 2
+                except _Misfit as misfit:
+                    column, row = misfit.args
+                    if len(self._trials[column]) == 1:
+                        raise self._bad_row(row, "", column) from None
+                    del self._trials[column][0]
             if not self._num_rows:
                 raise BadFile(f"{self._file.name!r} has names of columns but no rows. At least one row was expected.")
             classes = sort_classes(self._classes, self._parts[-1].field.name, self._file.name)
@@ -237,24 +252,6 @@ class _Conversion:
             raise
         finally:
             self._file.close()
-
-    def _is_written(self, path: Path) -> bool:
-        """Tries to write the file; False where that has to be tried again in another way."""
-        try:
-            with _unpacking(self._file.name):
-                self._write(path)
-        except _TooLong as problem:
-            if self._block_bytes >= _LONGEST_RECORD:
-                raise self._bad_row(problem.args[0]) from None
-            self._block_bytes *= 2
-            return False
-        except _Misfit as misfit:
-            column, row = misfit.args
-            if len(self._trials[column]) == 1:
-                raise self._bad_row(row, "", column) from None
-            del self._trials[column][0]
-            return False
-        return True
 
     def _write(self, path: Path) -> None:
         import pyarrow as pa
@@ -326,7 +323,7 @@ class _Conversion:
         if end:
             yield last.slice(0, end)
 
-    def _field(self, part: Part, columns: dict[int, Any]) -> Any:
+    def _field(self, part: TableField, columns: dict[int, Any]) -> Any:
         import pyarrow as pa
 
         if not part.field.is_label:
@@ -381,7 +378,7 @@ class _Conversion:
         elif column is not None:
             text = (
                 f"column {names[column]!r} has {_shown(cells[column])}, where other rows have numbers. Correct the "
-                "row, or choose other columns with columns="
+                "row, or choose other columns with --columns (columns=)"
             )
         else:
             text = reason

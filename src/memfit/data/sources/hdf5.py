@@ -11,6 +11,7 @@ each process opens the file for itself.
 """
 
 import contextlib
+import math
 import os
 import threading
 import zlib
@@ -19,10 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
-from memfit.data.files import LocalFile, absolute, fingerprint_of, is_remote
+from memfit.core.errors import BadFile, BadInput, reason_of
+from memfit.core.units import format_size
+from memfit.data.files import fingerprint_of, is_remote
 from memfit.data.remote_files import as_file
-from memfit.data.source import Array, Layout, PerThread, Source
+from memfit.data.source import LARGE_BLOCK_BYTES, Array, FileSource, Layout, PerThread, Storage
 from memfit.data.sources.hdf5_contents import (
     MOST_METADATA_BYTES,
     PIECE_BYTES,
@@ -33,7 +35,7 @@ from memfit.data.sources.hdf5_contents import (
     find,
     stay_inside,
 )
-from memfit.data.sources.tables import Names, load, reason_of
+from memfit.data.sources.tables import Names, load
 
 _MOST_BLOCKS = 2**19
 # Numbers of HDF5's own filters.
@@ -166,7 +168,7 @@ class _Opened(NamedTuple):
     handles: list[Handle]
 
 
-class Hdf5Source(Source):
+class Hdf5Source(FileSource):
     """Rows of the datasets of an HDF5 file, read chunk by chunk.
 
     Columns and labels are paths of datasets; they are told by their names where none are given.
@@ -180,9 +182,8 @@ class Hdf5Source(Source):
         labels: str | None = None,
         follow_links: bool = False,
     ) -> None:
-        name = self.name = os.fspath(path)
-        self._place = absolute(name)
-        self._local = None if is_remote(name) else LocalFile(name)
+        super().__init__(path)
+        name = self.name
         file = _open(name, self._place)
         try:
             features, targets = choose(file, columns, labels, name)
@@ -218,7 +219,6 @@ class Hdf5Source(Source):
         return fingerprint_of([self._place], "hdf5", [dataset.path for dataset in self._datasets])
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills `out` with samples `start` to `stop`."""
         if stop <= start:
             return
         opened = self._opened.get(self._open)
@@ -234,29 +234,51 @@ class Hdf5Source(Source):
                         f"{handle.describe_damage(start, stop, reason_of(error))}. Copy or make the file again."
                     ) from error
         # HDF5 gives zeros for what lies beyond the end of a file that was cut off after it was opened.
-        if self._local is not None:
+        if not is_remote(self._place):
             # One that was deleted, but is open, is still there.
             with contextlib.suppress(OSError):
                 size = os.stat(self._place).st_size
-                if size < self._local.size:
+                if size < self._file.size:
                     raise BadFile(
-                        f"{self.name!r} has become shorter: it had {self._local.size} bytes and now ends at offset "
+                        f"{self.name!r} has become shorter: it had {self._file.size} bytes and now ends at offset "
                         f"{size}. Leave the file as it is while it is read, or start again."
                     )
 
-    def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of the file back, from time to time."""
-        if self._local is not None:
-            self._local.drop_now_and_then((stop - start) * self.sample_bytes)
-
     def close(self) -> None:
-        """Closes the file in this process; a later read opens it again."""
         opened = self._opened.take_out()
         if opened is not None:
             with opened.lock:
                 opened.file.close()
-        if self._local is not None:
-            self._local.close()
+        super().close()
+
+    def storage(self) -> Storage:
+        lines: list[str] = []
+        warnings: list[str] = []
+        for dataset, handle in zip(self._datasets, self._opened.get(self._open).handles, strict=True):
+            name, opened, chunks = dataset.path, handle.opened, dataset.chunks
+            if chunks is None:
+                lines.append(f"{name}: in one piece, without compression")
+                continue
+            share = opened.id.get_storage_size() / max(1, opened.nbytes)
+            method = f"compressed with {opened.compression} to {share:.0%}"
+            if opened.compression is None:
+                # Filters that h5py has no name for.
+                method = "other filters" if dataset.is_filtered else "no compression"
+            lines.append(f"{name}: chunks of {list(chunks)}, {format_size(dataset.chunk_bytes)}, {method}")
+            across = math.prod(dataset.chunk_grid)
+            if across > 1:
+                warnings.append(
+                    f"the chunks of {name!r} cut across samples: one sample lies in {across} chunks, and each read "
+                    f"unpacks all of them with {chunks[0]} samples each. `memfit data convert` writes chunks of whole "
+                    "samples."
+                )
+            if dataset.chunk_bytes * across > LARGE_BLOCK_BYTES:
+                warnings.append(
+                    f"the chunks of {name!r} are large for shuffling: {format_size(dataset.chunk_bytes * across)} are "
+                    f"unpacked together, {chunks[0]} samples that lie side by side. `memfit data convert` writes "
+                    "chunks of 1 MiB."
+                )
+        return Storage(tuple(lines), tuple(warnings))
 
     def _open(self) -> _Opened:
         file = _open(self.name, self._place)

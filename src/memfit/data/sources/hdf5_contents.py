@@ -108,7 +108,7 @@ def choose(file: Any, columns: Names, labels: str | None, name: str) -> tuple[li
         paths = dict.fromkeys(path.strip("/") for path in columns)
         features = [path for path in paths if path not in targets]
         if not features:
-            raise BadInput(f"no dataset of {name!r} is left for the features: columns= names only labels, or nothing.")
+            raise BadInput(f"no dataset of {name!r} is left for the features: --columns names only labels, or nothing.")
         return features, targets
     own, linked = _datasets_in(file)
     present = own | linked
@@ -141,8 +141,8 @@ def choose(file: Any, columns: Names, labels: str | None, name: str) -> tuple[li
         if len(present) == 1:
             return list(present), []
     raise BadInput(
-        f"which datasets of {name!r} to stream is ambiguous. Name them: columns= for features, labels= for "
-        f"labels. It has:\n{_listing(present)}"
+        f"which datasets of {name!r} to stream is ambiguous. Name them: --columns (columns=) for features, "
+        f"--labels (labels=) for labels. It has:\n{_listing(present)}"
     )
 
 
@@ -329,8 +329,8 @@ def _refuse_outside(part: str, folder: str, root: str, subject: str, what: str) 
 
 def _outside(subject: str, what: str, part: str) -> BadFile:
     return BadFile(
-        f"{subject} {what}, {part!r}, which isn't read unasked. Give that file itself, or follow_links=True where it "
-        "is one that you trust."
+        f"{subject} {what}, {part!r}, which isn't read unasked. Give that file itself, or --follow-links "
+        "(follow_links=True) where it is one that you trust."
     )
 
 

@@ -10,56 +10,13 @@ import hashlib
 import os
 from array import array
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from memfit.core.errors import BadFile
-from memfit.data.files import is_remote
+from memfit.core.errors import BadFile, reason_of
+from memfit.data.files import FolderEntry, is_remote, join, list_folder
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 # Names of folders that hold parts of a data set rather than classes.
 _PARTS = frozenset(("test", "testing", "train", "training", "val", "valid", "validation"))
-
-
-class Entry(NamedTuple):
-    """What is in a folder; the size of a file, in bytes, only where the folder is remote and its server says it."""
-
-    name: str
-    is_folder: bool
-    size: int = 0
-
-    @property
-    def is_image(self) -> bool:
-        """True for a file with the name of an image."""
-        return not self.is_folder and self.name.lower().endswith(ENDINGS)
-
-
-def list_folder(folder: str) -> list[Entry]:
-    """What isn't hidden in a folder, or behind the address of one, sorted by name."""
-    if is_remote(folder):
-        from memfit.data.remote_files import list_folder
-
-        listed = list_folder(folder.rstrip("/"))
-        entries = [Entry(each.path.rpartition("/")[2], each.is_folder, each.size or 0) for each in listed]
-    else:
-        try:
-            with os.scandir(os.path.expanduser(folder)) as scanned:
-                entries = [Entry(each.name, _is_folder(each)) for each in scanned]
-        except OSError as error:
-            raise BadFile(f"{folder!r} can't be looked into: {error.strerror or error}.") from error
-    return sorted(entry for entry in entries if not entry.name.startswith("."))
-
-
-def join(folder: str, name: str) -> str:
-    """Path or address of something in a folder."""
-    return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
-
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Whether an entry is a folder or a link to one; a link that leads in a circle is none."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
 
 
 class ImageIndex:
@@ -90,7 +47,7 @@ class ImageIndex:
         """Path or address of an image."""
         return join(self.root, os.fsdecode(bytes(self._names[self._ends[sample] : self._ends[sample + 1]])))
 
-    def add(self, name: str, entry: Entry, number: int) -> bytes:
+    def add(self, name: str, entry: FolderEntry, number: int) -> bytes:
         """Adds an image of a class by its path below the root; gives what the digest depends on."""
         size, changed = entry.size, 0
         if not is_remote(self.root):
@@ -118,7 +75,7 @@ def build_index(root: str, *, follow_links: bool = False) -> ImageIndex:
     links = _Links(root, follow_links)
     entries = list_folder(root)
     folders = [entry for entry in entries if entry.is_folder and links.is_new(entry.name)]
-    images = [entry for entry in entries if entry.is_image]
+    images = [entry for entry in entries if _is_image(entry)]
     index, digest = ImageIndex(root), hashlib.sha256()
     for number, folder in enumerate(folders):
         for name, entry in _walk(root, folder.name, links):
@@ -172,7 +129,7 @@ class _Links:
             # Below a link that is followed, paths are not those of the folders.
             is_passed = bool(inside) and os.path.islink(path) and not self._leads_elsewhere(os.path.realpath(path))
         except OSError as error:
-            raise BadFile(f"{path!r} can't be looked into: {error.strerror or error}.") from error
+            raise BadFile(f"{path!r} can't be looked into: {reason_of(error)}.") from error
         place = (status.st_dev, status.st_ino)
         if is_passed or place in self._seen:
             self._left_out.append(inside)
@@ -190,16 +147,20 @@ class _Links:
         if not self._left_out:
             return ""
         shown = ", ".join(map(repr, self._left_out[:3])) + (", ..." if len(self._left_out) > 3 else "")
-        more = "" if self._follow else "; follow_links=True follows those that lead out of the folder"
+        more = "" if self._follow else "; --follow-links (follow_links=True) follows those that lead out of the folder"
         return f"{len(self._left_out):,} links to folders were not followed ({shown}){more}"
 
 
-def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, Entry]]:
+def _walk(root: str, inside: str, links: _Links) -> Iterator[tuple[str, FolderEntry]]:
     """Images in a folder below the root, then those in its folders, with their paths below the root."""
     entries = list_folder(join(root, inside))
     for entry in entries:
-        if entry.is_image:
+        if _is_image(entry):
             yield f"{inside}/{entry.name}", entry
     for entry in entries:
         if entry.is_folder and links.is_new(f"{inside}/{entry.name}"):
             yield from _walk(root, f"{inside}/{entry.name}", links)
+
+
+def _is_image(entry: FolderEntry) -> bool:
+    return not entry.is_folder and entry.name.lower().endswith(ENDINGS)

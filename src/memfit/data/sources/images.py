@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.core.units import MIB
 from memfit.data.files import drop_pages, is_remote, open_file, read_bytes
 from memfit.data.remote_files import shown
-from memfit.data.source import Array, Field, Layout, SampleSource
+from memfit.data.source import Array, Field, Layout, SampleSource, Storage
 from memfit.data.sources.image_index import build_index
 from memfit.data.sources.tables import load
 
@@ -49,9 +49,8 @@ class _Unreadable(Exception):
 class ImageSource(SampleSource):
     """The images in a folder, each read by itself: PNG, JPEG, BMP, GIF, WebP and TIFF.
 
-    An image that can't be read raises an error (`on_error="fail"`) or is left out ("skip"); `notes` are what a user
-    should know of how the folder was understood. With `image_size`, (height, width), all are resized to that, whatever
-    their proportions (bilinear, with antialiasing).
+    An image that can't be read raises an error (`on_error="fail"`) or is left out ("skip"). With `image_size`, (height,
+    width), all are resized to that, whatever their proportions (bilinear, with antialiasing).
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class ImageSource(SampleSource):
         # Pillow holds four bytes a pixel where the result has three, and gives them out through a copy.
         self.layout = Layout(is_by_sample=True, scratch_bytes=3 * image.sample_bytes)
         self.classes = index.classes
-        self.notes = index.notes
 
     def _probe(self) -> Iterator[tuple[int, int, int]]:
         """Shapes of some images, at least one, from their first bytes."""
@@ -116,7 +114,6 @@ class ImageSource(SampleSource):
         return self._index.digest
 
     def read_sample(self, sample: int) -> tuple[Array, ...] | None:
-        """The image and its label; None where it can't be read and is to be skipped."""
         path = self._index.path(sample)
         try:
             image = _quietly(functools.partial(_pixels, size=self._image_size), _read(path))
@@ -130,12 +127,13 @@ class ImageSource(SampleSource):
         return image, np.array(self._index.numbers[sample], np.int64)
 
     def stored_bytes(self, sample: int) -> int:
-        """Bytes of its file."""
         return int(self._index.sizes[sample])
 
     def sample_name(self, sample: int) -> str:
-        """Its path."""
         return shown(self._index.path(sample))
+
+    def storage(self) -> Storage:
+        return Storage(warnings=self._index.notes)
 
 
 class SkippedSamples:
@@ -189,7 +187,7 @@ def _remove(path: str, process: int) -> None:
 def _bad(path: str, error: Exception) -> BadFile:
     return BadFile(
         f"the image {shown(path)!r} can't be read: {str(error).rstrip('.')}. Replace or remove it; a stream leaves "
-        'such images out with on_error="skip".'
+        'such images out with --on-error skip (on_error="skip").'
     )
 
 
@@ -222,7 +220,7 @@ def _read(path: str) -> bytes:
             content = local.readall()
             drop_pages(local.fileno())
     except OSError as error:
-        raise _Unreadable(error.strerror or str(error)) from None
+        raise _Unreadable(reason_of(error)) from None
     return content
 
 

@@ -5,6 +5,7 @@ that follows.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.source import Array, Field, Layout, SampleSource, Source
+from memfit.data.source import Array, Field, Layout, SampleSource, Source, Storage
 
 # Length of the blocks of a part that has no natural ones, where other parts have.
 _RUN_BYTES = 128 << 10
@@ -32,14 +33,21 @@ class _Joined(Source):
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 
     def drop(self, start: int, stop: int) -> None:
-        """Passed on to all parts."""
         for source in self._sources:
             source.drop(start, stop)
 
     def close(self) -> None:
-        """Closes all parts in this process."""
         for source in self._sources:
             source.close()
+
+    def storage(self) -> Storage:
+        """That of all parts, each line once."""
+        parts = [source.storage() for source in self._sources]
+        lines, warnings = (
+            tuple(dict.fromkeys(itertools.chain.from_iterable(texts)))
+            for texts in ([part.lines for part in parts], [part.warnings for part in parts])
+        )
+        return Storage(lines, warnings, parts[0].is_text)
 
 
 class Concatenated(_Joined):
@@ -77,14 +85,18 @@ class Concatenated(_Joined):
         self.layout = _layout(sources, edges, max(source.layout.scratch_bytes for source in sources))
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop`, whichever parts they are in."""
         for part, first, last, offset in self._pieces(start, stop):
             arrays = [array[offset : offset + last - first] for array in out]
             self._sources[part].read(first, last, arrays)
             self._renumber(part, arrays)
 
+    def storage(self) -> Storage:
+        """That of the first, and how many there are."""
+        storage, count = self._sources[0].storage(), len(self._sources)
+        lines = tuple(f"{line} ({count} files; the first is described)" for line in storage.lines)
+        return replace(storage, lines=lines)
+
     def drop(self, start: int, stop: int) -> None:
-        """Passed on to the parts that have these samples."""
         for part, first, last, _ in self._pieces(start, stop):
             self._sources[part].drop(first, last)
 
@@ -119,7 +131,6 @@ class ConcatenatedSamples(Concatenated, SampleSource):
     """Samples of several sources that are read one by one, such as folders of images."""
 
     def read_sample(self, sample: int) -> tuple[Array, ...] | None:
-        """One array a field; None where it can't be read and such samples are skipped."""
         part, source, inside = self._part_of(sample)
         arrays = source.read_sample(inside)
         if arrays is None or self._numbers[part] is None:
@@ -138,18 +149,11 @@ class ConcatenatedSamples(Concatenated, SampleSource):
         """Names of the first samples that each part left out."""
         return [name for source in self._sources for name in getattr(source, "skipped", ())]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know of how the parts were understood."""
-        return tuple(note for source in self._sources for note in getattr(source, "notes", ()))
-
     def stored_bytes(self, sample: int) -> int:
-        """Bytes of its file."""
         _, source, inside = self._part_of(sample)
         return source.stored_bytes(inside)
 
     def sample_name(self, sample: int) -> str:
-        """Its path."""
         _, source, inside = self._part_of(sample)
         return source.sample_name(inside)
 
@@ -193,26 +197,30 @@ class Paired(_Joined):
         self.layout = _layout(sides, sides[0].layout.edges, sum(side.layout.scratch_bytes for side in sides))
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop` of both."""
         features, labels = self._sources
         features.read(start, stop, out[: len(features.fields)])
         labels.read(start, stop, out[len(features.fields) :])
 
 
 class Passing(_Joined):
-    """A source that passes everything on to another, gives out other fields, and is changed by who makes it."""
+    """A source that passes everything on to another, with other fields, perhaps as what that one was made of."""
 
-    def __init__(self, source: Source, fields: tuple[Field, ...]) -> None:
+    def __init__(
+        self, source: Source, fields: tuple[Field, ...], *, name: str | None = None, fingerprint: str | None = None
+    ) -> None:
         self._sources = (source,)
-        self.name = source.name
+        self._fingerprint = fingerprint
+        self.name = source.name if name is None else name
         self.fields = fields
         self.num_samples = source.num_samples
         self.layout = source.layout
         self.classes = source.classes
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills the arrays with samples `start` to `stop`."""
         self._sources[0].read(start, stop, out)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint or super().fingerprint()
 
 
 class TextLabels(Passing):
@@ -246,7 +254,6 @@ class TextLabels(Passing):
         )
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills the array with the class numbers of samples `start` to `stop`."""
         for first, texts in self._parts(start, stop):
             out[0][first - start : first - start + len(texts)] = np.searchsorted(self._texts, texts)
 

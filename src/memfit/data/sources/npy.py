@@ -8,15 +8,14 @@ keeps each sample scattered over the whole file, so it is read column by column 
 import io
 import math
 import os
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile, BadInput
+from memfit.core.errors import BadFile, BadInput, reason_of
 from memfit.data.files import ByteFile, fingerprint_of, is_remote, open_file, read_bytes
-from memfit.data.source import Array, Field, Layout, Source
+from memfit.data.source import Array, Field, Layout, Source, Storage
 from memfit.data.sources.tables import Names, choose_names
 
 MAGIC = b"\x93NUMPY"
@@ -112,23 +111,24 @@ class NpyArrays(Source):
         )
 
     def fingerprint(self) -> str:
-        """From the file's name, size and time of change."""
         return fingerprint_of([self._path], self.fields)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop`."""
         for array, target in zip(self._arrays, out, strict=True):
             array.read(start, stop, target)
 
     def drop(self, start: int, stop: int) -> None:
-        """Gives the pages of these samples back."""
         for array in self._arrays:
             array.file.drop(*array.span(start, stop))
 
     def close(self) -> None:
-        """Closes the files in this process."""
         for array in self._arrays:
             array.file.close()
+
+    def storage(self) -> Storage:
+        if self.layout.is_sequential:
+            return Storage((".npy: in Fortran order, each sample scattered over the file",))
+        return Storage((".npy: samples one after the other, without compression",))
 
 
 class NpySource(NpyArrays):
@@ -146,7 +146,6 @@ class NpySource(NpyArrays):
         super().__init__(os.fspath(path), [(array, fields)], file.name)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills one array a field with samples `start` to `stop`."""
         array = self._arrays[0]
         if array.dtype.fields is None:
             super().read(start, stop, out)
@@ -183,32 +182,20 @@ def _read_header(
     file: ByteFile, name: str, start: int, length: int
 ) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
     """Type and shape of an array, whether its first axis changes fastest, and the bytes of the header."""
-    head = read_bytes(file, start, min(12, length))
-    if not head:
+    if length <= 0:
         raise BadFile(f"{name} is empty: 0 bytes, and an .npy header was expected.")
-    if len(head) < 12 or not head.startswith(MAGIC):
-        raise BadFile(
-            f"{name} isn't in .npy form: it begins with {head[:8]!r}, and {MAGIC!r} was expected. "
-            "Save it again with np.save."
-        )
-    version = (head[6], head[7])
-    if version not in ((1, 0), (2, 0), (3, 0)):
-        raise BadFile(f"{name} is in version {version[0]}.{version[1]} of the .npy format; 1.0 to 3.0 can be read.")
-    size = struct.unpack("<H", head[8:10])[0] + 10 if version == (1, 0) else struct.unpack("<I", head[8:12])[0] + 12
-    if size > _MAX_HEADER_BYTES or size > length:
-        raise BadFile(
-            f"{name} is damaged or cut short: its header should take {size} bytes, and {length} are there "
-            f"(headers of up to {_MAX_HEADER_BYTES} bytes can be read). Copy or save it again."
-        )
-    text = io.BytesIO(read_bytes(file, start, size))
-    text.seek(8)
-    parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    head = io.BytesIO(read_bytes(file, start, min(length, _MAX_HEADER_BYTES)))
     try:
-        shape, is_fortran, dtype = parse(text, max_header_size=_MAX_HEADER_BYTES)
+        version = np.lib.format.read_magic(head)
+        if version not in ((1, 0), (2, 0), (3, 0)):
+            raise ValueError(f"it is in version {version[0]}.{version[1]} of the format, and 1.0 to 3.0 can be read")
+        parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = parse(head, max_header_size=_MAX_HEADER_BYTES)
     # numpy evaluates the header as a Python literal; a damaged one raises whatever the parser or the dtype does.
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BadFile(f"the header of {name} can't be understood: {reason}. Copy or save it again.") from error
+        raise BadFile(
+            f"{name} isn't in .npy form, or is damaged: {reason_of(error)}. Copy or save it again."
+        ) from error
     if any(length < 0 for length in shape):
         raise BadFile(f"the header of {name} is damaged: it declares the shape {shape}. Copy or save it again.")
     if version == (3, 0) and dtype.names:
@@ -217,7 +204,7 @@ def _read_header(
         dtype = np.dtype(dtype)
         dtype.names = tuple(names)
     _check_dtype(dtype, name)
-    return dtype, tuple(int(length) for length in shape), bool(is_fortran), size
+    return dtype, tuple(int(length) for length in shape), bool(is_fortran), head.tell()
 
 
 def _check_dtype(dtype: np.dtype[Any], name: str) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from memfit.core.errors import BadFile
+from memfit.core.errors import BadFile, reason_of
 from memfit.data.files import BlockReader, ByteFile, open_file, read_bytes
-from memfit.data.source import Field, PerThread
+from memfit.data.source import Field, PerThread, Storage
 from memfit.data.sources.npy import NpyArray, NpyArrays
-from memfit.data.sources.tables import choose_names, reason_of
+from memfit.data.sources.tables import choose_names
 
 _LOCAL_HEADER_BYTES = 30
 _SKIP_BYTES = 256 << 10
@@ -60,7 +60,7 @@ class NpzSource(NpyArrays):
             described = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
             raise BadFile(
                 f"the arrays of {self.name!r} differ in their number of samples: {described}. Choose those that belong "
-                "together with columns=[...] and labels=..."
+                "together with --columns (columns=) and --labels (labels=)."
             )
         compressed = [array for array in self._arrays if isinstance(array.file, _Unpacked)]
         if compressed:
@@ -73,6 +73,15 @@ class NpzSource(NpyArrays):
                     "np.savez writes it uncompressed."
                 ),
             )
+
+    def storage(self) -> Storage:
+        lines = []
+        for field, array in zip(self.fields, self._arrays, strict=True):
+            kind = "without compression, read in place"
+            if isinstance(array.file, _Unpacked):
+                kind = f"compressed to {array.file.share:.0%} of its size"
+            lines.append(f"{field.name}: a member of the archive, {kind}")
+        return Storage(tuple(lines))
 
 
 def obvious_pair(names: Sequence[str], suffix: str = "") -> tuple[str, str] | None:
@@ -147,15 +156,12 @@ class _Unpacked(ByteFile):
     def __init__(self, file: ByteFile, member: zipfile.ZipInfo) -> None:
         self.name = file.name
         self.size = member.file_size
+        self.share = member.compress_size / max(1, member.file_size)
         self._file = file
         self._info = member
         self._streams: PerThread[Any] = PerThread()
 
-    def read_into(self, offset: int, buffer: Any) -> None:
-        view = memoryview(buffer)
-        if not view.nbytes:
-            return
-        view = view.cast("B")
+    def _fill(self, offset: int, view: memoryview) -> None:
         done = 0
         try:
             stream = self._streams.get(self._open)

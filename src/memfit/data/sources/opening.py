@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput, MemfitError
-from memfit.data.files import is_remote, matches, open_file, read_bytes
+from memfit.data.files import is_folder, is_remote, join, list_folder, matches, open_file, read_bytes
 from memfit.data.source import Source
 from memfit.data.sources.arrow import ArrowSource
 from memfit.data.sources.csv import CsvSource
 from memfit.data.sources.hdf5 import Hdf5Source
-from memfit.data.sources.image_index import ENDINGS, join, list_folder
+from memfit.data.sources.image_index import ENDINGS
 from memfit.data.sources.images import ImageSource
 from memfit.data.sources.joined import Paired, as_labels, class_names, concatenate, named
 from memfit.data.sources.npy import MAGIC, NpySource
@@ -200,7 +200,8 @@ def _by_number(path: str) -> list[tuple[int, str]]:
 
 
 def _open_path(path: str, columns: list[str] | None, labels: str | None, reading: _Reading) -> Source:
-    if _is_folder(path):
+    # A server needn't be asked about what has the name of a file.
+    if (_kind_by_name(path) is None or not is_remote(path)) and is_folder(path):
         return _open_folder(path, columns, labels, reading)
     if not is_remote(path) and not os.path.exists(os.path.expanduser(path)):
         raise BadFile(missing(path))
@@ -256,15 +257,6 @@ def _kind_by_name(path: str) -> str | None:
     return next((kind for suffix, kind in _KINDS.items() if lowered.endswith(suffix)), None)
 
 
-def _is_folder(path: str) -> bool:
-    if not is_remote(path):
-        return os.path.isdir(os.path.expanduser(path))
-    from memfit.data.remote_files import is_folder
-
-    # A server needn't be asked about what has the name of a file.
-    return _kind_by_name(path) is None and is_folder(path)
-
-
 def _open_folder(path: str, columns: list[str] | None, labels: str | None, reading: _Reading) -> Source:
     """A folder of files of one kind, one after the other; else of images."""
     entries = [entry for entry in list_folder(path) if not entry.name.startswith("_")]
@@ -279,12 +271,13 @@ def _open_folder(path: str, columns: list[str] | None, labels: str | None, readi
                 f"{', ...' if len(data) > 4 else ''}. Give a pattern, such as {os.path.join(path, '*.npy')!r}."
             )
         members = _read_members(present, data)
+        names = list(map(os.path.basename, data))
+        pair = obvious_pair(names, ".npy") if labels is None and columns is None else None
+        if not members and pair is not None:
+            features, targets = (data[names.index(name)] for name in pair)
+            members = [_Member(features, "x", is_label=False), _Member(targets, "y", is_label=True)]
         if members:
             return _open_members(path, members, columns, labels, _read_json(present, CLASSES_FILE))
-        pair = obvious_pair(list(map(os.path.basename, data)), ".npy") if labels is None and columns is None else None
-        if pair is not None:
-            features, targets = sorted(data, key=lambda file: pair.index(os.path.basename(file)))
-            return Paired(NpySource(features), _open_labels(targets, "y", _read_json(present, CLASSES_FILE)))
         if data:
             return concatenate([_open_path(file, columns, labels, reading) for file in data])
         if not any(file.lower().endswith(_IMAGE_SUFFIXES) for file in present):
@@ -348,15 +341,11 @@ def _open_members(
     joined = _side_by_side(NpySource(paths[name], name=name) for name in features)
     if not targets:
         return joined
+    first, *others = (NpySource(paths[name], name=name) for name in targets)
     # The names are those of the labels that were written as such.
-    first = _open_labels(paths[targets[0]], targets[0], classes if targets[0] in own else None)
-    return Paired(joined, _side_by_side([first, *(NpySource(paths[name], name=name) for name in targets[1:])]))
-
-
-def _open_labels(path: str, name: str, classes: Any) -> Source:
-    source = NpySource(path, name=name)
-    source.classes = class_names(classes, source.fields[0]) if len(source.fields) == 1 else ()
-    return source if source.classes else as_labels(source)
+    if targets[0] in own and len(first.fields) == 1:
+        first.classes = class_names(classes, first.fields[0])
+    return Paired(joined, _side_by_side([as_labels(first), *others]))
 
 
 def _open_npz(path: str, *, columns: list[str] | None, labels: str | None) -> Source:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from memfit.core.errors import BadFile
-from memfit.core.units import KIB, MIB
-from memfit.data.files import ByteFile, LocalFile, absolute, is_remote, read_bytes
+from memfit.core.errors import BadFile, reason_of
+from memfit.core.units import KIB, MIB, format_size
+from memfit.data.files import ByteFile, is_remote, read_bytes
 from memfit.data.remote_files import as_file
-from memfit.data.source import Array, PerThread
-from memfit.data.sources.tables import Column, Names, TableSource, describe_type, is_list, load, reason_of
+from memfit.data.source import LARGE_BLOCK_BYTES, Array, PerThread, Storage
+from memfit.data.sources.tables import Column, Names, TableSource, describe_type, is_list, load
 
 # Decoded bytes of a batch: more is no faster, and less is many calls.
 _BATCH_BYTES = 1 * MIB
@@ -65,14 +65,12 @@ class ParquetSource(TableSource):
     kind = "parquet"
 
     def __init__(self, path: str | os.PathLike[str], *, columns: Names = None, labels: str | None = None) -> None:
-        name = os.fspath(path)
-        self._local = None if is_remote(name) else LocalFile(name)
-        file = _open(name, absolute(name), None, 0)
+        super().__init__(path)
+        file = self._opened(None, 0)
         wanted = None if columns is None else {*columns, labels}
         try:
             table = [_describe(file, field, wanted) for field in file.schema_arrow]
-            super().__init__(
-                name,
+            self._choose(
                 table,
                 columns=columns,
                 labels=labels,
@@ -88,14 +86,13 @@ class ParquetSource(TableSource):
             self._groups = [number for number, count in enumerate(counts) if count]
             self._set_blocks(np.cumsum([0, *filter(None, counts)], dtype=np.int64), self._scratch_bytes(metadata))
         except _arrow_errors() as error:
-            raise BadFile(f"{name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
+            raise BadFile(f"{self.name!r} is damaged: {reason_of(error)}. Copy or make it again.") from error
         finally:
             file.close()
         self._cursors: PerThread[_Cursor] = PerThread()
         self._metadata: PerThread[Any] = PerThread(per_process=True)
 
     def read(self, start: int, stop: int, out: Sequence[Array]) -> None:
-        """Fills `out` with samples `start` to `stop`."""
         cursor = self._cursors.get(self._open_cursor)
         for group, row, end in self._blocks(start, stop):
             try:
@@ -107,26 +104,51 @@ class ParquetSource(TableSource):
                 cursor.leave()
                 raise
 
-    def drop(self, start: int, stop: int) -> None:
-        """Gives the kernel's pages of the file back, from time to time."""
-        if self._local is not None:
-            self._local.drop_now_and_then((stop - start) * self.sample_bytes)
-
     def close(self) -> None:
-        """Closes the file in this process; a later read opens it again."""
         self._cursors.take_out()
         self._metadata.take_out()
-        if self._local is not None:
-            self._local.close()
+        super().close()
         _release_pools()
+
+    def storage(self) -> Storage:
+        metadata = self._metadata.get(self._read_metadata)
+        count = metadata.num_row_groups
+        largest = max(metadata.row_group(index).total_byte_size for index in range(min(count, 1000)))
+        rows = metadata.row_group(0).num_rows
+        codecs = {metadata.row_group(0).column(index).compression for index in range(metadata.num_columns)}
+        method = ", ".join(sorted(codec.lower() for codec in codecs)).replace("uncompressed", "no compression")
+        groups = "1 row group" if count == 1 else f"{count} row groups"
+        warning = (
+            f"row groups of {format_size(largest)} are large for shuffling: each is unpacked as a whole, {rows} rows "
+            "that lie side by side. `memfit data convert` writes row groups of 1 MiB."
+        )
+        line = f"{groups} of up to {format_size(largest)}, {rows} rows in the first; {method}"
+        return Storage((line,), (warning,) if largest > LARGE_BLOCK_BYTES else ())
+
+    def _opened(self, metadata: Any, buffer_bytes: int) -> Any:
+        subject = f"{self.name!r} is a Parquet file"
+        pa, pq = load("pyarrow", subject), load("pyarrow.parquet", subject)
+        # Read, not mapped: mapped pages count as this process's memory. As bytes: names that aren't UTF-8 are otherwise
+        # refused.
+        is_local = not is_remote(self._place)
+        source = pa.OSFile(os.fsencode(self._place)) if is_local else pa.PythonFile(as_file(self._place), mode="r")
+        options = {"buffer_size": buffer_bytes, "pre_buffer": False, "page_checksum_verification": True}
+        try:
+            with _system_pool():
+                return pq.ParquetFile(source, metadata=metadata, **options)
+        except _arrow_errors() as error:
+            source.close()
+            raise BadFile(
+                f"{self.name!r} can't be opened as Parquet: {reason_of(error)}. Copy or make it again."
+            ) from error
 
     def _open_cursor(self) -> _Cursor:
         metadata = self._metadata.get(self._read_metadata)
-        return _Cursor(_open(self.name, self._place, metadata, _buffer_bytes(len(self._names))))
+        return _Cursor(self._opened(metadata, _buffer_bytes(len(self._names))))
 
     def _read_metadata(self) -> Any:
         """The table of contents, which all threads share."""
-        file = _open(self.name, self._place, None, 0)
+        file = self._opened(None, 0)
         metadata = file.metadata
         file.close()
         if metadata.num_rows != self.num_samples:
@@ -180,7 +202,7 @@ class ParquetSource(TableSource):
         groups = (metadata.row_group(number) for number in self._groups)
         group = max(groups, key=lambda group: group.total_byte_size)
         for leaf in self._leaves:
-            total += _column_bytes(group.column(leaf), self._local) + _buffer_bytes(len(self._leaves))
+            total += _column_bytes(group.column(leaf), self._file) + _buffer_bytes(len(self._leaves))
         # A batch, its lists put together, and what is converted.
         total += 3 * min(self._batch_rows, group.num_rows) * self.sample_bytes
         return total + total // 8 + _POOL_BYTES
@@ -206,24 +228,6 @@ class ParquetSource(TableSource):
                     f"at offset {offset} of the file: {reason_of(error)}. Copy or make the file again."
                 )
         return f"{subject}: {reason}. Copy or make the file again."
-
-
-def _open(name: str, place: str, metadata: Any, buffer_bytes: int) -> Any:
-    pa, pq = (load(module, f"{name!r} is a Parquet file") for module in ("pyarrow", "pyarrow.parquet"))
-    if is_remote(place):
-        source: Any = pa.PythonFile(as_file(place), mode="r")
-    else:
-        # Read, not mapped: mapped pages count as this process's memory.
-        # As bytes: names that aren't UTF-8 are otherwise refused.
-        source = pa.OSFile(os.fsencode(place))
-    try:
-        with _system_pool():
-            return pq.ParquetFile(
-                source, metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True
-            )
-    except _arrow_errors() as error:
-        source.close()
-        raise BadFile(f"{name!r} can't be opened as Parquet: {reason_of(error)}. Copy or make it again.") from error
 
 
 @contextlib.contextmanager
@@ -259,23 +263,23 @@ def _arrow_errors() -> tuple[type[Exception], ...]:
     return OSError, EOFError, UnicodeDecodeError, pa.ArrowException
 
 
-def _column_bytes(chunk: Any, local: ByteFile | None) -> int:
+def _column_bytes(chunk: Any, file: ByteFile) -> int:
     """Memory for the pages of one column: each as stored and unpacked, and a dictionary with its values."""
     most: int = chunk.total_uncompressed_size
-    page, dictionary = _page_bytes(chunk.data_page_offset, local), 0
+    page, dictionary = _page_bytes(chunk.data_page_offset, file), 0
     if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
-        dictionary = min(most, _page_bytes(chunk.dictionary_page_offset, local))
+        dictionary = min(most, _page_bytes(chunk.dictionary_page_offset, file))
         if most - dictionary > _INDEX_BYTES * chunk.num_values:
             # The dictionary grew too large and was given up: pages after the first hold the values themselves.
             page = max(page, _USUAL_PAGE_BYTES)
     return 2 * min(most, page) + 2 * dictionary
 
 
-def _page_bytes(offset: int, local: ByteFile | None) -> int:
+def _page_bytes(offset: int, file: ByteFile) -> int:
     """Unpacked size of the page at an offset, from its header: a Thrift struct whose second number it is."""
-    if local is None:
+    if is_remote(file.name):
         return _USUAL_PAGE_BYTES
-    header = read_bytes(local, offset, 16)
+    header = read_bytes(file, offset, 16)
     numbers: list[int] = []
     place = 0
     while len(numbers) < 2 and place < len(header):

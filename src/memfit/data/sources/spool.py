@@ -8,19 +8,19 @@ Several processes that start together unpack it once; the others wait. What was 
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from memfit.core import heap
 from memfit.core.env import spool_folder
-from memfit.core.errors import BadFile
-from memfit.core.printing import printable
+from memfit.core.errors import BadFile, reason_of
+from memfit.core.progress import announce
 from memfit.core.units import format_size
 from memfit.data.files import LocalFile
 from memfit.data.journal import Journal, write_whole
-from memfit.data.source import Source
+from memfit.data.source import Field, Source
+from memfit.data.sources.joined import Passing
 from memfit.data.sources.npy import NpyArray, NpyArrays
 from memfit.data.transfer import Transfer, free_bytes
 from memfit.data.writing import file_names, plan_target
@@ -35,14 +35,23 @@ _Result = TypeVar("_Result")
 
 def spooled(source: Source) -> Source:
     """The samples in unpacked files, which any process can read anywhere; unpacks them if that was not done before."""
+    shapes = [((source.num_samples, *field.shape), field.dtype) for field in source.fields]
+    key, size_bytes = source.fingerprint(), source.total_bytes
 
     def open_unpacked(place: Path) -> SpooledSource | None:
+        paths = [place / name for name in file_names(source.fields)]
         try:
-            return SpooledSource(source, [place / name for name in file_names(source.fields)])
+            arrays = [NpyArray(LocalFile(path), repr(str(path))) for path in paths]
         except BadFile:
             return None
+        if [(array.shape, array.dtype) for array in arrays] != shapes:
+            # It was made of other data, or not to its end.
+            return None
+        pairs = [(array, (field,)) for array, field in zip(arrays, source.fields, strict=True)]
+        unpacked = NpyArrays("", pairs, source.name)
+        unpacked.classes = source.classes
+        return SpooledSource(unpacked, source.fields, paths, name=source.name, fingerprint=key)
 
-    key, size_bytes = source.fingerprint(), source.total_bytes
     return make_once(key, open_unpacked, lambda place: _unpack(source, place), source.name, size_bytes)
 
 
@@ -69,7 +78,7 @@ def make_once(
     except OSError as error:
         raise BadFile(
             f"{name} has to be unpacked before it can be streamed, and {str(place.parent)!r} can't be written "
-            f"to: {error.strerror or error}. Set MEMFIT_SPOOL to a folder with {format_size(size_bytes)} of room."
+            f"to: {reason_of(error)}. Set MEMFIT_SPOOL to a folder with {format_size(size_bytes)} of room."
         ) from error
     assert result is not None
     with contextlib.suppress(OSError):
@@ -78,24 +87,12 @@ def make_once(
     return result
 
 
-class SpooledSource(NpyArrays):
-    """Unpacked files under the name and with the fields and classes of what they were made of."""
+class SpooledSource(Passing):
+    """Samples of files in the spool folder, under the name of what they were made of."""
 
-    def __init__(self, source: Source, paths: Sequence[Path]) -> None:
-        arrays = []
-        for path, field in zip(paths, source.fields, strict=True):
-            array = NpyArray(LocalFile(path), repr(str(path)))
-            if array.shape != (source.num_samples, *field.shape) or array.dtype != field.dtype:
-                raise BadFile(f"{array.name} was made of other data, or not to its end.")
-            arrays.append((array, (field,)))
-        super().__init__("", arrays, source.name)
-        self.classes = source.classes
-        self._fingerprint = source.fingerprint()
+    def __init__(self, source: Source, fields: tuple[Field, ...], paths: Sequence[Path], **original: str) -> None:
+        super().__init__(source, fields, **original)
         self.paths = tuple(paths)
-
-    def fingerprint(self) -> str:
-        """Of what was unpacked: the same before and after."""
-        return self._fingerprint
 
 
 def _unpack(source: Source, place: Path) -> None:
@@ -108,8 +105,7 @@ def _unpack(source: Source, place: Path) -> None:
             "MEMFIT_SPOOL to a folder on another disk."
         )
     announce(
-        f"memfit: unpacking {source.name} to {str(place)!r}, {format_size(size)}, once: {reason}. "
-        "Later runs find it there."
+        f"unpacking {source.name} to {str(place)!r}, {format_size(size)}, once: {reason}. Later runs find it there."
     )
     # A name without an ending stands for a folder.
     folder = place.with_suffix("")
@@ -123,8 +119,3 @@ def _unpack(source: Source, place: Path) -> None:
         source.close()
     description = {"name": source.name, "classes": list(source.classes), "bytes": size}
     write_whole(place / DESCRIPTION, json.dumps(description).encode())
-
-
-def announce(sentence: str) -> None:
-    """Says on standard error what takes long, or much room."""
-    print(printable(sentence), file=sys.stderr)

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency, how_to_install
-from memfit.data.files import absolute, fingerprint_of
-from memfit.data.remote_files import shown
-from memfit.data.source import Array, Field, Layout, Source
+from memfit.data.files import fingerprint_of
+from memfit.data.source import Array, Field, FileSource, Layout
 
 # More classes than this are names or keys, not classes, and would be held in memory.
 MOST_CLASSES = 65_536
@@ -63,7 +62,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TableField:
     """A field, and the places in the table of the columns that it is made of.
 
     With `has_classes` its numbers stand for strings: class numbers in sorted order.
@@ -86,24 +85,21 @@ def load(module: str, subject: str) -> Any:
         raise MissingDependency(f"{subject}, for which {package} is needed: {how_to_install(package)}{why}") from error
 
 
-def choose_fields(table: Sequence[Column], *, columns: Names, labels: str | None, source: str) -> tuple[Part, ...]:
+def choose_fields(
+    table: Sequence[Column], *, columns: Names, labels: str | None, source: str
+) -> tuple[TableField, ...]:
     """Fields that samples of a table have: the matrix of features first, then columns of arrays, then labels."""
-    chosen = [column.name for column in table] if columns is None else _checked(columns)
     known: dict[str, list[int]] = {}
     for place, column in enumerate(table):
         known.setdefault(column.name, []).append(place)
-    names = list(dict.fromkeys([*chosen, *([] if labels is None else [labels])]))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise BadInput(describe_unknown(unknown, list(known), "column", source))
-    repeated = [name for name in names if len(known[name]) > 1]
+    features, targets = choose_names(list(known), columns, labels, kind="column", source=source)
+    repeated = [name for name in (*features, *targets) if len(known[name]) > 1]
     if repeated:
         raise BadInput(
-            f"{source} has more than one column named {_quoted(repeated)}. Choose others with columns=, or rename."
+            f"{source} has more than one column named {_quoted(repeated)}. Choose others with --columns "
+            "(columns=), or rename."
         )
-    places = [known[name][0] for name in chosen if name != labels]
-    if not places:
-        raise BadInput(f"no column of {source} is left for the features: {_quoted(chosen)} are labels.")
+    places = [known[name][0] for name in features]
     _check_features([table[place] for place in places], source)
     numbers = [place for place in places if not table[place].shape]
     arrays = [(place, table[place]) for place in places if table[place].shape]
@@ -115,9 +111,9 @@ def choose_fields(table: Sequence[Column], *, columns: Names, labels: str | None
         dtypes = [table[place].dtype for place in numbers]
         is_single = all(dtype is None or np.can_cast(dtype, np.float32) for dtype in dtypes)
         dtype = np.dtype(np.float32 if is_single else np.float64)
-        parts.append(Part(Field(name, dtype, (len(numbers),), is_tabular=True), tuple(numbers)))
+        parts.append(TableField(Field(name, dtype, (len(numbers),), is_tabular=True), tuple(numbers)))
     parts += [
-        Part(Field(column.name, column.dtype, column.shape), (place,))
+        TableField(Field(column.name, column.dtype, column.shape), (place,))
         for place, column in arrays
         if column.dtype is not None
     ]
@@ -155,16 +151,22 @@ def choose_names(
     known: Sequence[str], columns: Names, labels: str | None, *, kind: str, source: str, own_labels: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
     """Names of the features and of the labels; where none are chosen, `own_labels` are labels and all else features."""
+    for name in columns or ():
+        if not isinstance(name, str):
+            raise BadInput(f"columns must be names of columns, and {name!r} is not a string.")
+    repeated = sorted(name for name, count in Counter(columns).items() if count > 1)
+    if repeated:
+        raise BadInput(f"columns names {_quoted(repeated)} more than once. Name each {kind} once.")
+    if columns is not None and not columns:
+        raise BadInput(f"columns names no {kind}. Leave it out to use all of them.")
     unknown = [name for name in (*(columns or ()), *([] if labels is None else [labels])) if name not in known]
     if unknown:
         raise BadInput(describe_unknown(unknown, known, kind, source))
     targets = [labels] if labels is not None else list(own_labels) if columns is None else []
     chosen = [name for name in known if name not in own_labels] if columns is None else columns
     features = [name for name in chosen if name not in targets]
-    if not features and labels is None:
-        raise BadInput(f"columns names no {kind} of {source}. Leave it out to use all of them.")
     if not features:
-        raise BadInput(f"{source} has nothing but the label {labels!r} then; features are needed too.")
+        raise BadInput(f"no {kind} of {source} is left for features, which are needed too: {labels!r} is the label.")
     return features, targets
 
 
@@ -178,18 +180,6 @@ def describe_unknown(names: Sequence[str], known: Sequence[str], kind: str, sour
     return f"{source} has no {kind} {', '.join(described)}. It has: {_quoted(known)}."
 
 
-def _checked(columns: Sequence[str]) -> list[str]:
-    for name in columns:
-        if not isinstance(name, str):
-            raise BadInput(f"columns must be names of columns, and {name!r} is not a string.")
-    repeated = sorted(name for name, count in Counter(columns).items() if count > 1)
-    if repeated:
-        raise BadInput(f"columns names {_quoted(repeated)} more than once. Name each column once.")
-    if not columns:
-        raise BadInput("columns names no column. Leave it out to use all of them.")
-    return list(columns)
-
-
 def _check_features(features: Sequence[Column], source: str) -> None:
     texts = [column.name for column in features if column.is_text]
     others = [
@@ -199,27 +189,27 @@ def _check_features(features: Sequence[Column], source: str) -> None:
     if texts:
         problems.append(
             f"{_quoted(texts)} of {source} {'is' if len(texts) == 1 else 'are'} text, which can't be features. Leave "
-            "out with columns= (the names of those to use), or use as labels with labels=."
+            "out with --columns (columns=, the names of those to use), or use as labels with --labels (labels=)."
         )
     if others:
         problems.append(
             f"{_listed(others)} of {source} can't be features: neither numbers nor lists of equally many numbers. "
-            "Leave out with columns= (the names of those to use), or store as numbers."
+            "Leave out with --columns (columns=, the names of those to use), or store as numbers."
         )
     if problems:
         usable = tuple(column.name for column in features if column.dtype is not None and not column.is_text)
         raise UnusableColumns(" ".join(problems), usable)
 
 
-def _label(column: Column, place: int, source: str) -> Part:
+def _label(column: Column, place: int, source: str) -> TableField:
     if column.is_text and not column.shape:
-        return Part(Field(column.name, np.dtype(np.int64), (), is_label=True), (place,), has_classes=True)
+        return TableField(Field(column.name, np.dtype(np.int64), (), is_label=True), (place,), has_classes=True)
     if column.dtype is None:
         raise BadInput(
             f"column {column.name!r} of {source} ({column.stored_as}) can't be labels: neither numbers nor strings."
         )
     dtype = np.dtype(np.int64) if column.dtype.kind == "b" else column.dtype
-    return Part(Field(column.name, dtype, column.shape, is_label=True), (place,))
+    return TableField(Field(column.name, dtype, column.shape, is_label=True), (place,))
 
 
 def _quoted(names: Sequence[str]) -> str:
@@ -277,24 +267,14 @@ def _number_dtype(kind: Any) -> np.dtype[Any] | None:
     return None
 
 
-class TableSource(Source):
-    """Rows of a file that Arrow reads, block by block.
-
-    Args:
-        path: of the file, or its address.
-        table: all its columns.
-        columns: those that are features; all but the labels if not given.
-        labels: the one with the labels.
-        batches: of the column at a place in the table, from which the classes are found where labels are text.
-        classes: names of the classes, where they are known.
-    """
+class TableSource(FileSource):
+    """Rows of a file that Arrow reads, block by block."""
 
     kind: str
     """Of the file, which its fingerprint depends on."""
 
-    def __init__(
+    def _choose(
         self,
-        path: str,
         table: Sequence[Column],
         *,
         columns: Names,
@@ -302,8 +282,15 @@ class TableSource(Source):
         batches: Callable[[int], Iterable[Any]],
         classes: tuple[str, ...] | None = None,
     ) -> None:
-        self.name = shown(path)
-        self._place = absolute(path)
+        """Settles what is read.
+
+        Args:
+            table: all columns of the file.
+            columns: those that are features; all but the labels if not given.
+            labels: the one with the labels.
+            batches: of the column at a place in the table, from which the classes are found where labels are text.
+            classes: names of the classes, where they are known.
+        """
         self._table = table
         self._parts = choose_fields(table, columns=columns, labels=labels, source=repr(self.name))
         self._columns = [place for part in self._parts for place in part.columns]
@@ -388,7 +375,7 @@ class TableSource(Source):
                     raise BadInput(
                         f"column {name!r} of {self.name!r} is ragged: row {row + first // each} has a list of "
                         f"{lengths[first]}, and row 0 one of {length}. Pad the lists to one length, or leave the "
-                        "column out with columns=."
+                        "column out with --columns (columns=)."
                     )
             each *= length
             column = _flattened(column)
@@ -398,7 +385,8 @@ class TableSource(Source):
         where = row + int(np.argmax(np.asarray(column.is_null()))) // each
         return BadInput(
             f"column {name!r} of {self.name!r} lacks {what} in row {where} ({column.null_count} missing nearby). Fill "
-            "the gaps, store fractions (a missing one is given as NaN), or leave the column out with columns=."
+            "the gaps, store fractions (a missing one is given as NaN), or leave the column out with --columns "
+            "(columns=)."
         )
 
 
@@ -435,8 +423,3 @@ def find_classes(batches: Iterable[Any], name: str, source: str) -> tuple[str, .
 def _as_array(column: Any) -> Array:
     array: Array = column.to_numpy(zero_copy_only=False)
     return array
-
-
-def reason_of(error: Exception) -> str:
-    """What Arrow says of a damaged file, in one line."""
-    return str(error).replace("\n", " ").rstrip(". ") or type(error).__name__

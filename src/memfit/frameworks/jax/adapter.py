@@ -7,7 +7,7 @@ from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.job import Job
 from memfit.core.plan import Plan
-from memfit.core.step_facts import Part, StepFacts
+from memfit.core.step_facts import StepFacts, StepPart
 from memfit.frameworks.jax.trace import job as jobs
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def planning(tracer: Any, target: Device) -> StepFacts:
         framework=name,
         precisions=(_NARROW,),
         moves=frozenset({"donate"}),
-        parts=tuple(Part(call.name, call.kept_bytes / size, call.flops / size) for call in blocks),
+        parts=tuple(StepPart(call.name, call.kept_bytes / size, call.flops / size) for call in blocks),
         not_recomputed="" if blocks else _UNMARKED,
         not_split="" if tracer.batch_size is not None else "the arrays of the batch have no dimension of samples",
         work=flops / size,

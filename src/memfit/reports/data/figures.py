@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from memfit.core.units import format_size
 from memfit.data.convert import Conversion, ConvertedField
 from memfit.data.inspection import InspectedField, Inspection, Streaming
-from memfit.data.speed import Speed
+from memfit.data.speed import StreamSpeed
 from memfit.reports.estimate.figures import UNKNOWN, printable
 from memfit.reports.parts import Grid, Line, Part, Report
 from memfit.reports.run.figures import duration
@@ -137,7 +137,7 @@ def _converted_line(field: ConvertedField) -> Line:
     return Line((printable(field.name), *cells), tuple(remarks))
 
 
-def speed_report(speed: Speed) -> Report:
+def speed_report(speed: StreamSpeed) -> Report:
     """How fast it streams."""
     rate = f"{count(speed.rows_per_second)} samples/s"
     if speed.bytes_per_second is not None:
@@ -158,7 +158,7 @@ def speed_report(speed: Speed) -> Report:
     return Report(verdict, speed_judgement(speed), [figures], True)
 
 
-def speed_judgement(speed: Speed) -> list[str]:
+def speed_judgement(speed: StreamSpeed) -> list[str]:
     """What the figures mean: which training it keeps up with, what limits it, and what may make it faster."""
     if not speed.rows_per_second:
         return []

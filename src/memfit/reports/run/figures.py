@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from memfit.core.supervised import Attempt, Cause, Outcome, SupervisedRun
+from memfit.core.supervised import Attempt, Cause, RunOutcome, SupervisedRun
 from memfit.core.units import format_size
 from memfit.reports.estimate.figures import Figure, package_version, printable
 from memfit.reports.parts import Grid, Line, Part, Report
@@ -26,16 +26,16 @@ def verdict(run: SupervisedRun) -> str:
 
 def answer(run: SupervisedRun) -> str:
     """The outcome in a few words."""
-    if run.outcome is Outcome.FAILED:
+    if run.outcome is RunOutcome.FAILED:
         return f"failed with exit code {run.exit_code}"
-    if run.outcome is Outcome.SIGNALLED:
+    if run.outcome is RunOutcome.SIGNALLED:
         return f"ended by {run.attempts[-1].ending.signal}"
     return run.outcome.value
 
 
 def is_good(run: SupervisedRun) -> bool | None:
     """Whether it got through; None where memory isn't the reason why it didn't."""
-    return {Outcome.COMPLETED: True, Outcome.OUT_OF_MEMORY: False}.get(run.outcome)
+    return {RunOutcome.COMPLETED: True, RunOutcome.OUT_OF_MEMORY: False}.get(run.outcome)
 
 
 def duration(seconds: float) -> str:

@@ -143,6 +143,7 @@ def test_table_without_rows(tmp_path: Path) -> None:
 
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.arrow").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingDependency, match=r"pyarrow is needed: `pip install pyarrow`"):
         ArrowSource(tmp_path / "a.arrow")

@@ -69,17 +69,17 @@ def test_edges_are_those_of_the_chunks(tmp_path: Path) -> None:
     assert 0 < contiguous.scratch_bytes < chunked.scratch_bytes
 
 
-def test_converts_as_numpy_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN values that an integer doesn't hold, of which HDF5 would make its largest
+def test_converts_as_numpy_does(tmp_path: Path) -> None:
+    # GIVEN values that an integer doesn't hold, of which HDF5 would make its largest, and more than one piece of them
+    values = np.arange(300_000).reshape(30_000, 10)
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["x"] = np.arange(300, dtype=">i4").reshape(30, 10)
-    monkeypatch.setattr(hdf5, "PIECE_BYTES", 160)
+        file["x"] = values.astype(">i4")
     source = Hdf5Source(tmp_path / "a.h5")
     assert source.fields[0].dtype == np.dtype("int32")
     # WHEN they are read as other types
     # THEN they wrap around as in NumPy
-    np.testing.assert_array_equal(read(source, 3, 30, "uint8")[0], np.arange(300).reshape(30, 10)[3:].astype(np.uint8))
-    np.testing.assert_array_equal(read(source, 0, 30)[0], np.arange(300).reshape(30, 10))
+    np.testing.assert_array_equal(read(source, 3, 30_000, "uint8")[0], values[3:].astype(np.uint8))
+    np.testing.assert_array_equal(read(source, 0, 30_000)[0], values)
     assert read(source, 0, 30, "float16")[0].dtype == np.float16
 
 
@@ -275,8 +275,7 @@ def test_pages_are_dropped_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("memfit.data.files._DROP_EVERY_BYTES", 2000)
     source = Hdf5Source(write(tmp_path / "a.h5", **LAYOUTS["gzip"]))
     dropped: list[tuple[int, int]] = []
-    assert source._local is not None
-    monkeypatch.setattr(type(source._local), "drop", lambda self, offset, size: dropped.append((offset, size)))
+    monkeypatch.setattr(type(source._file), "drop", lambda self, offset, size: dropped.append((offset, size)))
     source.drop(0, 10)
     assert dropped == []
     source.drop(10, 20)

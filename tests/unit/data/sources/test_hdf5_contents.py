@@ -51,7 +51,7 @@ def test_choice(tmp_path: Path, names: Any, columns: Any, labels: Any, expected:
             ["a", "b"],
             None,
             None,
-            "is ambiguous. Name them: columns= for features, labels= for labels. It has:\n  a  (3, 2)",
+            "Name them: --columns (columns=) for features, --labels (labels=) for labels. It has:\n  a  (3, 2)",
         ),
         (["train/x", "train/y", "test/x", "test/y"], None, None, "  test/x  (3, 2) float64"),
         (["a", "b", "c"], None, "c", "is ambiguous"),
@@ -241,7 +241,7 @@ def test_other_files_are_not_read_unasked(place, monkeypatch, way):
     with h5py.File("main.h5", "w") as file:
         WAYS_OUT[way](file)
 
-    with pytest.raises(BadFile, match=r"dataset 'x' of 'main.h5' .*which isn't read unasked.* follow_links=True"):
+    with pytest.raises(BadFile, match=r"dataset 'x' of 'main.h5' .*which isn't read unasked.*--follow-links"):
         memfit.stream("main.h5", columns="x", batch_size=5)
     with pytest.raises(BadFile, match="isn't read unasked"):
         memfit.open_array("main.h5", key="x")

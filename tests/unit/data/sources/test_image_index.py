@@ -107,7 +107,7 @@ def test_links_to_folders_are_not_followed_unasked(linked):
     assert paths(index, linked) == ["a/1.png", "a/broken.png", "b/deep/2.png"]
     assert index.classes == ("a", "b")
     assert index.left_out.startswith(
-        "5 links to folders were not followed ('c', 'a/circle', 'a/out', ...); follow_links"
+        "5 links to folders were not followed ('c', 'a/circle', 'a/out', ...); --follow-links"
     )
     assert index.left_out in index.notes
 
@@ -130,9 +130,7 @@ def test_a_folder_that_holds_nothing_but_links_is_told_of(tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "cat").symlink_to(tmp_path / "stored", target_is_directory=True)
 
-    with pytest.raises(
-        BadFile, match=r"holds no images .* 1 links to folders were not followed \('cat'\); follow_links"
-    ):
+    with pytest.raises(BadFile, match=r"holds no images .* 1 links to folders were not followed \('cat'\); --follow"):
         build_index(str(tmp_path / "root"))
     assert build_index(str(tmp_path / "root"), follow_links=True).classes == ("cat",)
 

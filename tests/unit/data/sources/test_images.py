@@ -61,7 +61,7 @@ def test_a_flat_folder_gives_images_alone(tmp_path):
     source = ImageSource(tmp_path)
     assert [field.name for field in source.fields] == ["image"]
     assert len(source.read_sample(0)) == 1
-    assert source.notes == ("the images lie in no class folders, and have no labels",)
+    assert source.storage().warnings == ("the images lie in no class folders, and have no labels",)
 
 
 def test_sizes_that_differ_are_said_to(tmp_path):

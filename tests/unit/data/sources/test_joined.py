@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.source import Field, Layout, SampleSource, Source
-from memfit.data.sources import joined
 from memfit.data.sources.joined import Concatenated, Paired, Passing, as_labels, class_names, concatenate, named
 from memfit.data.sources.npy import NpySource
 from tests.sources import ArraySource
@@ -44,7 +43,6 @@ class Memory(Source):
 
 class Pictures(Memory, SampleSource):
     num_skipped = 1
-    notes = ("small",)
 
     @property
     def skipped(self):
@@ -206,7 +204,7 @@ def test_samples_that_are_read_one_by_one_stay_so():
     assert int(source.read_sample(0)[1]) == 1
     assert source.stored_bytes(4) == 101
     assert source.sample_name(5) == "b/2"
-    assert (source.num_skipped, source.skipped, source.notes) == (2, ["a/1", "b/1"], ("small", "small"))
+    assert (source.num_skipped, source.skipped) == (2, ["a/1", "b/1"])
     same = concatenate([pictures("a", [0, 0, 0], ("dog",), (2,)), pictures("b", [0, 0, 0], ("dog",), (3,))])
     assert int(same.read_sample(5)[1]) == 0
     with pytest.raises(BadInput, match="a holds images and b doesn't"):
@@ -338,20 +336,20 @@ def opened(tmp_path, array):
 
 
 @pytest.mark.parametrize("dtype", ["U5", "S5", ">U5"])
-def test_texts_become_numbers_of_sorted_classes(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(joined, "_TEXT_BYTES", 64)
-    texts = np.random.default_rng(0).choice(["dog", "cat", "bird"], 100)
+def test_texts_become_numbers_of_sorted_classes(tmp_path, dtype):
+    # More than is looked at together.
+    texts = np.random.default_rng(0).choice(["dog", "cat", "bird"], 60_000)
     plain = opened(tmp_path, texts.astype(dtype))
 
     source = as_labels(plain)
 
     assert source.classes == ("bird", "cat", "dog")
     assert source.fields[0].dtype == np.int64
-    assert (source.name, source.num_samples, source.fingerprint()) == (plain.name, 100, plain.fingerprint())
+    assert (source.name, source.num_samples, source.fingerprint()) == (plain.name, 60_000, plain.fingerprint())
     assert source.layout.scratch_bytes > plain.layout.scratch_bytes
-    out = np.empty(80, np.int64)
-    source.read(15, 95, [out])
-    assert [source.classes[number] for number in out] == texts[15:95].tolist()
+    out = np.empty(59_980, np.int64)
+    source.read(15, 59_995, [out])
+    assert [source.classes[number] for number in out] == texts[15:59_995].tolist()
     source.drop(0, 10)
     source.close()
 
@@ -362,11 +360,9 @@ def test_numbers_stay_as_they_are(tmp_path):
     assert as_labels(source) is source
 
 
-def test_too_many_texts_are_no_classes(tmp_path, monkeypatch):
-    monkeypatch.setattr(joined, "_MAX_CLASSES", 50)
-
-    with pytest.raises(BadInput, match=r"y\.npy holds more than 50 different texts, too many to be classes"):
-        as_labels(opened(tmp_path, np.arange(60).astype("U3")))
+def test_too_many_texts_are_no_classes(tmp_path):
+    with pytest.raises(BadInput, match=r"y\.npy holds more than 100000 different texts, too many to be classes"):
+        as_labels(opened(tmp_path, np.arange(100_001).astype("S6")))
 
 
 def test_several_texts_a_sample_are_no_class(tmp_path):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from numpy.lib import format as npy_format
 
 from memfit.core.errors import BadFile, BadInput
-from memfit.data.sources import npy
 from memfit.data.sources.npy import NpySource
 
 ANY_FOLDER = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -51,14 +50,13 @@ def test_samples_are_those_of_the_array(tmp_path, dtype, order):
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize(("stored", "wanted"), [("f8", "f4"), ("u1", "f4"), ("f2", "f8"), (">i4", "f2"), ("f4", "i8")])
-def test_values_are_converted_as_by_astype(tmp_path, monkeypatch, stored, wanted, order):
-    # GIVEN a scratch that holds less than a sample
-    monkeypatch.setattr(npy, "_SCRATCH_BYTES", 8)
-    array = np.array(np.abs(numbers((20, 7))).astype(stored), order=order)
+def test_values_are_converted_as_by_astype(tmp_path, stored, wanted, order):
+    # GIVEN more than the scratch memory holds, also of bytes and of a single column
+    array = np.array(np.abs(numbers((280_000, 2))).astype(stored), order=order)
 
-    found = read(NpySource(saved(tmp_path, array)), 3, 19, wanted)
+    found = read(NpySource(saved(tmp_path, array)), 3, 279_999, wanted)
 
-    np.testing.assert_array_equal(found, array[3:19].astype(wanted))
+    np.testing.assert_array_equal(found, array[3:279_999].astype(wanted))
 
 
 @pytest.mark.parametrize("dtype", ["M8[s]", "m8[ms]", "S5", "U3", ">U2"])
@@ -137,12 +135,11 @@ def test_structured_arrays_have_one_field_a_column(tmp_path):
         NpySource(path, columns=["b"])
 
 
-def test_structured_arrays_are_read_by_small_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(npy, "_SCRATCH_BYTES", 30)
-    array = np.zeros((20, 2), [("a", "f4"), ("b", "i2")])
-    array["a"] = numbers((20, 2))
+def test_structured_arrays_are_read_by_small_pieces(tmp_path):
+    array = np.zeros((30_000, 2), [("a", "f4"), ("b", "i2")])
+    array["a"] = numbers((30_000, 2))
 
-    found, _ = read(NpySource(saved(tmp_path, array)), 1, 20)
+    found, _ = read(NpySource(saved(tmp_path, array)), 1, 30_000)
 
     np.testing.assert_array_equal(found, array["a"][1:])
 
@@ -202,13 +199,13 @@ def test_other_refusals_say_why(tmp_path):
     )
     assert "is structured itself" in refusal(tmp_path, np.zeros(3, [("a", [("b", "f4")])]))
     assert "is empty: 0 bytes" in refusal(tmp_path, contents=b"")
-    assert "isn't in .npy form: it begins with b'hello" in refusal(tmp_path, contents=b"hello, this is a text")
+    assert "or is damaged: the magic string is not correct" in refusal(tmp_path, contents=b"hello, this is a text")
     assert "isn't in .npy form" in refusal(tmp_path, contents=b"\x93NUMPY")
     assert "version 9.0" in refusal(tmp_path, contents=b"\x93NUMPY\x09\x00" + bytes(20))
-    assert "should take 65545 bytes, and 30 are there" in refusal(
+    assert "reading array header, expected 65535 bytes got 20" in refusal(
         tmp_path, contents=b"\x93NUMPY\x01\x00" + b"\xff\xff" + bytes(20)
     )
-    assert "can't be understood" in refusal(tmp_path, contents=with_header("not a dict"))
+    assert "isn't in .npy form, or is damaged" in refusal(tmp_path, contents=with_header("not a dict"))
     assert "declares the shape (-3,)" in refusal(
         tmp_path, contents=with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (-3,), }")
     )

@@ -110,7 +110,9 @@ def test_keys_are_chosen(tmp_path, save):
     assert names(NpzSource(path, columns=["c", "a"])) == [("c", False), ("a", False)]
     with pytest.raises(BadInput, match=r"d\.npz' has no array 'z'. It has: 'a', 'b', 'c'"):
         NpzSource(path, columns=["z"])
-    with pytest.raises(BadInput, match="nothing but the label 'c'"):
+    with pytest.raises(BadInput, match=r"columns names 'a' more than once\. Name each array once"):
+        NpzSource(path, columns=["a", "a"])
+    with pytest.raises(BadInput, match="is left for features, which are needed too: 'c' is the label"):
         NpzSource(path, columns=["c"], labels="c")
 
 

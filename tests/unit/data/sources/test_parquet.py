@@ -13,6 +13,7 @@ import pytest
 
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.convert import convert_data
+from memfit.data.files import LocalFile
 from memfit.data.inspection import inspect_data
 from memfit.data.source import Source
 from memfit.data.sources import parquet
@@ -249,10 +250,9 @@ def test_scratch_follows_pages_not_row_groups(tmp_path: Path) -> None:
 
 def test_header_that_is_none_counts_as_a_usual_page(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"\x15\x00\x15\x90\x4e\x00" + b"\x00" * 20)
-    file = parquet.LocalFile(tmp_path / "a")
+    file = LocalFile(tmp_path / "a")
     assert parquet._page_bytes(0, file) == 5000
     assert parquet._page_bytes(5, file) == parquet._USUAL_PAGE_BYTES
-    assert parquet._page_bytes(0, None) == parquet._USUAL_PAGE_BYTES
 
 
 def test_large_row_groups_are_released_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_large_row_groups_are_released_and_dropped(tmp_path: Path, monkeypatch: 
     released: list[int] = []
     monkeypatch.setattr(parquet, "_release_pools", lambda: released.append(1))
     dropped: list[tuple[int, int]] = []
-    monkeypatch.setattr(parquet.LocalFile, "drop", lambda self, offset, size: dropped.append((offset, size)))
+    monkeypatch.setattr(LocalFile, "drop", lambda self, offset, size: dropped.append((offset, size)))
     read(source, 0, 99)
     assert released == []
     read(source, 99, 100)

@@ -86,12 +86,12 @@ def test_array_called_features_keeps_its_name() -> None:
         (["hieght"], None, "t has no column 'hieght' (did you mean 'height'?). It has: 'age', 'height'"),
         (["age"], "spezies", "'spezies' (did you mean 'species'?)"),
         (["zzz"], None, "t has no column 'zzz'. It has:"),
-        (None, None, "'species' of t is text, which can't be features. Leave out with columns="),
+        (None, None, "'species' of t is text, which can't be features. Leave out with --columns (columns="),
         (["age", "born"], None, "'born' (string) of t can't be features"),
         (["age"], "born", "column 'born' of t (string) can't be labels"),
         (["age", "age"], None, "columns names 'age' more than once"),
         ([], None, "columns names no column"),
-        (["age"], "age", "no column of t is left for the features"),
+        (["age"], "age", "no column of t is left for features"),
         ([3], None, "columns must be names of columns, and 3 is not a string"),
     ],
 )
@@ -148,7 +148,9 @@ def put(column: Any, *, labels: bool = False, classes: tuple[str, ...] = (), row
     batch = pa.record_batch({"c": column, "other": pa.array(np.zeros(len(column)))})
     table = [described(column), describe_type("other", pa.float64())]
     columns, label = (["other"], "c") if labels else (["c"], None)
-    source = TableSource("t", table, columns=columns, labels=label, batches=lambda place: (), classes=classes)
+    source = TableSource(__file__)
+    source.name = "t"
+    source._choose(table, columns=columns, labels=label, batches=lambda place: (), classes=classes)
     out = [np.empty((len(column), *field.shape), field.dtype) for field in source.fields]
     source._put(batch, row, out)
     return out[-1]

@@ -1,9 +1,9 @@
 from dataclasses import replace
 
 from memfit.data.convert import Conversion, ConvertedField
-from memfit.data.inspection import InspectedField, Inspection, Seen, Streaming
-from memfit.data.precision import Statistics
-from memfit.data.speed import Speed
+from memfit.data.inspection import InspectedField, Inspection, Streaming
+from memfit.data.precision import Statistics, ValueSummary
+from memfit.data.speed import StreamSpeed
 from memfit.reports.data import figures as data_figures
 
 GIB = 2**30
@@ -13,8 +13,8 @@ INSPECTION = Inspection(
     "x.npy",
     262_144,
     (
-        InspectedField("x", "float64", (1024,), False, False, 2 * GIB, Seen(1000, -4.5, 4.75, 3, 0)),
-        InspectedField("y", "int64", (), True, False, 2**21, Seen(1000, 0, 9, 0, 0)),
+        InspectedField("x", "float64", (1024,), False, False, 2 * GIB, ValueSummary(1000, 3, 0, -4.5, 4.75)),
+        InspectedField("y", "int64", (), True, False, 2**21, ValueSummary(1000, 0, 0, 0, 9)),
     ),
     ("cat", "dog"),
     2 * GIB + 256,
@@ -30,12 +30,12 @@ CONVERSION = Conversion(
     "x.npy",
     "small.npy",
     1000,
-    (ConvertedField("x", (4,), "float64", "float32", Statistics(4000, 1, 2, 3, 4, 5, -1.0, 1.0, 1e-9, 5.9e-8)),),
+    (ConvertedField("x", (4,), "float64", "float32", Statistics(4000, 1, 2, -1.0, 1.0, 3, 4, 5, 1e-9, 5.9e-8)),),
     32_128,
     16_128,
     2.0,
 )
-SPEED = Speed("x.npy", 1000, 2 * GIB, 32, 2, 2**29, 5000.0, 10e6, 20e6, 0.25, 2**28, 10_000, 2.0, True)
+SPEED = StreamSpeed("x.npy", 1000, 2 * GIB, 32, 2, 2**29, 5000.0, 10e6, 20e6, 0.25, 2**28, 10_000, 2.0, True)
 
 
 def test_an_inspection_says_all_it_found():

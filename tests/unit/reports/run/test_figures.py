@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from memfit.core.supervised import Cause, Ending, Outcome
+from memfit.core.supervised import Cause, Ending, RunOutcome
 from memfit.reports.run import figures
 from tests.unit.core.supervised_builders import make_attempts, make_lost, make_supervised
 
@@ -24,11 +24,11 @@ def test_a_run_that_was_never_seen_has_no_peak():
 @pytest.mark.parametrize(
     ("outcome", "exit_code", "answer", "is_good"),
     [
-        (Outcome.COMPLETED, 0, "completed", True),
-        (Outcome.FAILED, 7, "failed with exit code 7", None),
-        (Outcome.OUT_OF_MEMORY, 3, "out of memory", False),
-        (Outcome.INTERRUPTED, 130, "interrupted", None),
-        (Outcome.SIGNALLED, 143, "ended by SIGTERM", None),
+        (RunOutcome.COMPLETED, 0, "completed", True),
+        (RunOutcome.FAILED, 7, "failed with exit code 7", None),
+        (RunOutcome.OUT_OF_MEMORY, 3, "out of memory", False),
+        (RunOutcome.INTERRUPTED, 130, "interrupted", None),
+        (RunOutcome.SIGNALLED, 143, "ended by SIGTERM", None),
     ],
 )
 def test_outcomes_in_words(outcome, exit_code, answer, is_good):

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from memfit.core.errors import BadModel
-from memfit.core.step_facts import Part
+from memfit.core.step_facts import StepPart
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.batch import item_bytes
 from memfit.frameworks.keras.model import layer_paths
@@ -179,7 +179,7 @@ def _recurrent(one: Call) -> tuple[int, int]:
     return steps * units * (2 * gates + 2), 2 * steps * gates * units * (given[-1] + units)
 
 
-def units(model: keras.Model, inputs: Any = None) -> tuple[Part, ...]:
+def units(model: keras.Model, inputs: Any = None) -> tuple[StepPart, ...]:
     """What can be recomputed, in the order of execution; no two overlap. Their work is in floating-point operations.
 
     Subclassed models and unknown sizes need a batch of inputs: arrays, or anything with `shape` and `dtype`.
@@ -219,7 +219,7 @@ class _Finder:
         # Layers that are part of a unit: a second call of a shared layer belongs to no other one.
         self._used: set[int] = set()
 
-    def inside(self, layer: Any, call: Call | None) -> Iterator[Part]:
+    def inside(self, layer: Any, call: Call | None) -> Iterator[StepPart]:
         """The units inside of a layer."""
         graph = internals.graph_of(layer)
         if graph is not None:
@@ -231,7 +231,7 @@ class _Finder:
             for part in call.calls:
                 yield from self._of_call(part)
 
-    def _of_call(self, call: Call) -> Iterator[Part]:
+    def _of_call(self, call: Call) -> Iterator[StepPart]:
         """A layer that is called by one that isn't a graph: as one, or what is inside."""
         if id(call.layer) in self._used or id(call.layer) not in self._paths or not call.inner_bytes:
             return
@@ -244,9 +244,9 @@ class _Finder:
         width = item_bytes(str(getattr(call.layer, "compute_dtype", None) or "float32"))
         taken = sum(math.prod(shape[1:]) for shape in call.inputs) * width
         if call.inner_bytes >= _LEAST_SHARE * taken:
-            yield Part(self._paths[id(call.layer)], call.inner_bytes, call.flops)
+            yield StepPart(self._paths[id(call.layer)], call.inner_bytes, call.flops)
 
-    def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[Part]:
+    def _of_run(self, steps: list[_Step], start: int, end: int, graph: Any) -> Iterator[StepPart]:
         """The unit that calls from `start` to `end` make; none where it would save little."""
         # Embeddings keep little: what they give on is kept anyway, and their table is a weight.
         embeddings = [i for i in range(start, end) if isinstance(steps[i].node.operation, keras.layers.Embedding)]
@@ -277,7 +277,7 @@ class _Finder:
                 # A run that begins or ends with a further call of a shared layer has no name.
                 return
             path = ":".join(f"{prefix}.{name}".lstrip(".") for name in ends)
-        yield Part(path, kept, sum(step.flops for step in run))
+        yield StepPart(path, kept, sum(step.flops for step in run))
 
 
 def _steps(graph: Any, call: Call | None) -> list[_Step]:

@@ -10,7 +10,7 @@ import keras
 
 from memfit.core import tensor_file
 from memfit.core.guarding import BadCheckpoint
-from memfit.core.tensor_file import Entry, TensorFile, array_pieces, numpy_dtype
+from memfit.core.tensor_file import TensorEntry, TensorFile, array_pieces, numpy_dtype
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.model import has_call, optimizers_of
 
@@ -56,7 +56,7 @@ def write(path: Path, model: Any, values: dict[str, Sequence[Any]] | None) -> No
     tensor_file.write(path, _entries(model, values))
 
 
-def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[Entry]:
+def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[TensorEntry]:
     for group, variables in grouped(model).items():
         for index, variable in enumerate(variables):
             name = f"{group}.{index}"
@@ -69,7 +69,7 @@ def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[En
             dtype = keras.backend.standardize_dtype(variable.dtype)
             shape = tuple(int(size) for size in variable.shape)
             pieces = functools.partial(lambda value: array_pieces(keras.ops.convert_to_numpy(value)), value)
-            yield Entry(name, dtype, shape, _item_bytes(variable), pieces)
+            yield TensorEntry(name, dtype, shape, _item_bytes(variable), pieces)
 
 
 def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from memfit.core import state_tree, tensor_file
 from memfit.core.errors import BadInput
 from memfit.core.guarding import BadCheckpoint
-from memfit.core.tensor_file import Entry, TensorFile, array_entry
+from memfit.core.tensor_file import TensorEntry, TensorFile, array_entry
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
     tensor_file.write(path, entries, {"format": "pt"})
 
 
-def tensor_entry(name: str, tensor: torch.Tensor) -> Entry:
+def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
     """A dense tensor to be written."""
 
     def pieces() -> Iterator[memoryview]:
@@ -42,7 +42,7 @@ def tensor_entry(name: str, tensor: torch.Tensor) -> Entry:
             plain = piece.to("cpu").contiguous().resolve_conj().resolve_neg()
             yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
-    return Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.element_size(), pieces)
+    return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.element_size(), pieces)
 
 
 def copy_into(file: TensorFile, name: str, target: torch.Tensor) -> None:

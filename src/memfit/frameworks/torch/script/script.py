@@ -22,7 +22,7 @@ import torch
 
 from memfit.allocator.live import LiveAllocator
 from memfit.allocator.shared import SharedDevice
-from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
+from memfit.core.dryrun import DryRun, Outcome, ProgramFacts, Request, Scan
 from memfit.core.printing import printable, printable_traceback, without_own_frames
 from memfit.core.settings import Settings
 from memfit.core.user_code import run_program
@@ -294,7 +294,7 @@ class ScriptRun:
             compiler_failed=compiler_failed,
         )
 
-    def _seen(self) -> Seen | None:
+    def _seen(self) -> ProgramFacts | None:
         if not self._request.watch and self._request.settings is None:
             return None
         has_loader = self.loaders.training is not None

@@ -21,7 +21,7 @@ import torch
 from memfit.allocator import replay_variants
 from memfit.allocator.live import LiveAllocator
 from memfit.core.device import Device, Kind
-from memfit.core.dryrun import Failure, Seen
+from memfit.core.dryrun import Failure, ProgramFacts
 from memfit.core.estimate import (
     CACHE_RELEASED,
     DRY_RUN,
@@ -89,7 +89,7 @@ class Session:
         self.devices = CudaDevices(device, count)
         self.memory = memory
         self.failures: list[Failure] = []
-        self.seen = Seen()
+        self.seen = ProgramFacts()
         self.on_update: Callable[[Any], None] = lambda optimizer: None
         self.on_fork: Callable[[], bool] = lambda: False  # called in a forked process: whether it stays simulated
         self._fitting = fitting or ScriptSettings(Settings(set_to_none=False))
