@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import psutil
 from memfit.core.adapter import Ranks, SingleProcess
 from memfit.core.errors import BadFile
 from memfit.core.guarding import BadCheckpoint
-from memfit.core.oom import clear_frames, recognise
+from memfit.core.oom import caught
 from memfit.core.plain_files import plain_size
 from memfit.core.units import format_size
 from memfit.guard import checkpoint_manifest as manifests
@@ -134,17 +135,13 @@ class Folder:
                     problem = error
                 directory = ranks.share("" if own is None else str(own))
                 try:
-                    if directory:
-                        fill(Path(directory))
+                    failure = caught(partial(fill, Path(directory))) if directory else None
                 except OSError as error:
                     problem = error
-                except Exception as error:
-                    failure = recognise(error)
-                    if failure is None:
-                        raise
-                    # The update that it is of was made: training goes on, and the next checkpoint may fit.
-                    clear_frames(error)
-                    problem = OSError(errno.ENOMEM, f"memory ran out: {failure.text or type(error).__name__}")
+                else:
+                    if failure is not None:
+                        # The update that it is of was made: training goes on, and the next checkpoint may fit.
+                        problem = OSError(errno.ENOMEM, f"memory ran out: {failure.text or failure.source}")
                 failed = ranks.any(problem is not None)
                 is_full = failed and ranks.any(problem is not None and problem.errno in FULL)
                 if own is not None and not failed:

@@ -56,17 +56,8 @@ class _Begin(TypedDict):
 class _States(TypedDict):
     """Random states from which the order of the data was drawn."""
 
-    random: "_Random"
+    random: dict[str, Any]
     own: dict[str, Any]
-
-
-class _Random(TypedDict):
-    """A state of random generators, as `RandomState.to_tree` makes it."""
-
-    python: Any
-    torch_cpu: Any
-    cuda: list[Any]
-    numpy: Any
 
 
 class Batches:
@@ -129,7 +120,7 @@ class Batches:
             raise BadCheckpoint(f"the saved position in the data is invalid: {problem}")
         check_generators(state["now"])
         if state["is_running"]:
-            check_random(RandomState.from_tree(state["begin"]["sources"]["random"]))
+            check_random(RandomState(state["begin"]["sources"]["random"]))
             check_generators(state["begin"]["sources"]["own"])
 
     def load(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ PyTorch's own count of writes misses those of some kernels and those through `.d
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,53 +26,55 @@ _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, tuple, *_CONTAINERS)
 
 
+def _cuda_states() -> list[torch.Tensor]:
+    has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.get_rng_state_all() if has_cuda else []
+
+
+def _set_cuda_states(states: list[torch.Tensor]) -> None:
+    """Sets the generators of the devices that are here; there may be fewer than when the states were read."""
+    present = states[: torch.cuda.device_count() if torch.cuda.is_available() else 0]
+    if present:
+        torch.cuda.set_rng_state_all(present)
+
+
+_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "python": (random.getstate, random.setstate),
+    "torch_cpu": (torch.get_rng_state, torch.set_rng_state),
+    "cuda": (_cuda_states, _set_cuda_states),
+    "numpy": (numpy.random.get_state, numpy.random.set_state),
+}
+"""All that a training step may draw from: (what reads the state, what sets it)."""
+
+
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of all generators that a training step may draw from."""
+    """The states of all generators that a training step may draw from, as plain data and tensors, by their names."""
 
-    python: Any
-    torch_cpu: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
-    numpy: Any
+    states: dict[str, Any]
 
     @classmethod
     def now(cls) -> "RandomState":
         """The states at this moment."""
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        cuda = tuple(torch.cuda.get_rng_state_all()) if has_cuda else ()
-        return cls(random.getstate(), torch.get_rng_state(), cuda, numpy.random.get_state())
-
-    def to_tree(self) -> dict[str, Any]:
-        """The states as plain data and tensors."""
-        return {"python": self.python, "torch_cpu": self.torch_cpu, "cuda": [*self.cuda], "numpy": self.numpy}
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any]) -> "RandomState":
-        """What `to_tree` was made of; of devices that aren't here any more, none."""
-        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return cls(tree["python"], tree["torch_cpu"], tuple(tree["cuda"][:num_devices]), tree["numpy"])
+        return cls({name: read() for name, (read, _) in _GENERATORS.items()})
 
     def restore(self, but: frozenset[str] = frozenset()) -> None:
         """Sets all generators back, but for those named."""
-        if "python" not in but:
-            random.setstate(self.python)
-        if "torch_cpu" not in but:
-            torch.set_rng_state(self.torch_cpu)
-        if self.cuda and "cuda" not in but:
-            torch.cuda.set_rng_state_all(list(self.cuda))
-        if "numpy" not in but:
-            numpy.random.set_state(self.numpy)
+        for name, (_, write) in _GENERATORS.items():
+            if name not in but:
+                write(self.states[name])
 
     def unchanged_since(self, earlier: "RandomState") -> frozenset[str]:
         """Names of the generators that nobody has drawn from since then."""
-        is_same = {
-            "python": self.python == earlier.python,
-            "torch_cpu": torch.equal(self.torch_cpu, earlier.torch_cpu),
-            "cuda": len(self.cuda) == len(earlier.cuda) and all(map(torch.equal, self.cuda, earlier.cuda)),
-            "numpy": repr(self.numpy[2:]) == repr(earlier.numpy[2:])
-            and numpy.array_equal(self.numpy[1], earlier.numpy[1]),
-        }
-        return frozenset(name for name, same in is_same.items() if same)
+        return frozenset(name for name, state in self.states.items() if _is_same(state, earlier.states[name]))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return numpy.array_equal(one, other) if isinstance(one, numpy.ndarray) else bool(one == other)
 
 
 class Buffers:

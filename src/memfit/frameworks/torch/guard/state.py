@@ -88,7 +88,7 @@ def save(
         elif value is not None:
             content = encoders.get(name, rest).encode(_state_of(value, name), name)
             parts[name] = {"class": _class_of(value), "state": content}
-    values = {"random": RandomState.now().to_tree(), "progress": progress or {}}
+    values = {"random": RandomState.now().states, "progress": progress or {}}
     encoded = {name: {"state": own.encode(value, name)} for name, value in values.items()}
     spread = {f"{part}.{name}": t for part, encoder in encoders.items() for name, t in encoder.shards.items()}
     if spread:
@@ -381,7 +381,7 @@ def _own_values(directory: Path, tree: dict[str, Any], rest: Decoder) -> tuple[R
     if is_same and rank():
         path = _own_file(directory)
         tree, rest = _read_json(path), Decoder(TensorFile(path.with_suffix(".safetensors")))
-    random_state = RandomState.from_tree(rest.decode(tree["random"]["state"])) if is_same else None
+    random_state = RandomState(rest.decode(tree["random"]["state"])) if is_same else None
     if random_state is not None:
         checks.check_random(random_state)
     progress = rest.decode(tree["progress"]["state"])
