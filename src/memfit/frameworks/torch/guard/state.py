@@ -11,14 +11,13 @@ all, and random states and positions in the data, which differ, by each process 
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memfit.core.errors import BadInput, MemfitError
+from memfit.core.errors import BadInput
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import read_plain
 from memfit.core.tensor_file import TensorFile
@@ -43,7 +42,10 @@ from memfit.frameworks.torch.guard.parameters import (
     encode_module,
     entries_of,
     plain_name,
+    read,
+    refusing,
     unwrapped,
+    write,
 )
 from memfit.frameworks.torch.guard.snapshot import RandomState
 
@@ -71,7 +73,8 @@ def save(
     """
     encoders = {"model": Encoder(), "optimizer": Encoder(), "ema": Encoder(skips_functions=True)}
     rest, own = Encoder(skips_functions=True), Encoder()
-    parts: dict[str, Any] = {"model": encode_module(model, encoders["model"])}
+    trees: dict[str, Any] = {"model": encode_module(model, encoders["model"])}
+    parts: dict[str, Any] = {"model": {"class": _class_of(unwrapped(model))}}
     if optimizer is not None:
         groups = getattr(optimizer, "param_groups", [])
         # The state of a sharded model's optimizer is matched with its parameters, whatever its own way of saving.
@@ -84,7 +87,8 @@ def save(
         }
     for name, value in others.items():
         if name == "ema" and isinstance(value, torch.nn.Module):
-            parts[name] = encode_module(value, encoders[name])
+            trees[name] = encode_module(value, encoders[name])
+            parts[name] = {"class": _class_of(unwrapped(value))}
         elif value is not None:
             content = encoders.get(name, rest).encode(_state_of(value, name), name)
             parts[name] = {"class": _class_of(value), "state": content}
@@ -99,9 +103,11 @@ def save(
         path.write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
         return
     for name in encoders.keys() & parts.keys():
-        write_tensors(directory / f"{name}.safetensors", encoders[name].tensors)
+        write_tensors(directory / f"{name}.safetensors", encoders[name].tensors, trees.get(name))
     write_tensors(directory / "rest.safetensors", {**rest.tensors, **own.tensors})
-    _write_tree(directory, {"num_processes": num_ranks(), "is_sharded": bool(spread), **parts, **encoded})
+    content = {"format": FORMAT, "version": VERSION, "num_processes": num_ranks(), "is_sharded": bool(spread)}
+    text = json.dumps({**content, **parts, **encoded}, allow_nan=False)
+    (directory / _TREE).write_text(text, encoding="utf-8")
 
 
 def load(
@@ -126,7 +132,7 @@ def load(
     objects = {"optimizer": optimizer, "scheduler": None, "scaler": None, "ema": None, **others}
     loading, update = Loading(directory), None
     # What needs memory or may be refused comes before the first change.
-    with _refusing(directory):
+    with refusing(directory / _TREE):
         if is_sharded(model) and not tree["is_sharded"]:
             raise BadCheckpoint(
                 f"the checkpoint {directory} is of a model that was not sharded, and this one is. Go on with it "
@@ -136,11 +142,11 @@ def load(
             _check_class(directory, name, tree.get(name), value)
         rest = Decoder(TensorFile(directory / "rest.safetensors"), device_of(model))
         random_state, progress = _own_values(directory, tree, rest)
-        loading.add_module("model", tree["model"], model)
+        loading.add_module(directory / "model.safetensors", model)
         states: list[tuple[Any, Any, str]] = []
         for name, value in objects.items():
             if name == "ema" and isinstance(value, torch.nn.Module):
-                loading.add_module(name, tree[name], value)
+                loading.add_module(directory / "ema.safetensors", value, "moving average")
             elif value is not None and name != "optimizer":
                 file = TensorFile(directory / ("ema.safetensors" if name == "ema" else "rest.safetensors"))
                 states.append((value, Decoder(file, device_of(model)).decode(tree[name]["state"]), name))
@@ -166,23 +172,18 @@ def load(
 class Parameters:
     """The parameters and buffers of a model, to be kept on disk or in host memory and put back."""
 
+    _FILE = "model.safetensors"
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
     def write(self, directory: Path) -> None:
         """Writes them into a directory."""
-        encoder = Encoder()
-        part = encode_module(self._model, encoder)
-        write_tensors(directory / "model.safetensors", encoder.tensors)
-        _write_tree(directory, {"model": part})
+        write(self._model, directory / self._FILE)
 
     def read(self, directory: Path, model: torch.nn.Module | None = None) -> None:
         """Puts what `write` wrote into a model, the own one if none is given; refuses what is of another model."""
-        tree, loading = _read_tree(directory), Loading(directory)
-        with _refusing(directory):
-            loading.add_module("model", tree["model"], self._model if model is None else model)
-            loading.load_others()
-        loading.copy()
+        read(self._model if model is None else model, directory / self._FILE)
 
     def copy(self, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Copies in host memory, once for a tensor with several names; `into` earlier ones, to need no more memory."""
@@ -226,7 +227,7 @@ class _OptimizerState:
         saved = tree["optimizer"]
         self._loading = loading
         self._optimizer = optimizer
-        self._file = TensorFile(loading.directory / "optimizer.safetensors")
+        self._file = TensorFile(loading.source / "optimizer.safetensors")
         self._home = saved["home"]
         self._whole: Any = None
         self._states: list[tuple[Any, Any]] = []
@@ -292,9 +293,7 @@ class _OptimizerState:
             elif here != there:
                 problem = problem or f"its parameter group {index} is of {there[:3]}..., and {here[:3]}... are here"
         if problem:
-            raise BadCheckpoint(
-                f"the checkpoint {self._loading.directory} is of another optimizer: {problem}. {ADVICE}"
-            )
+            raise BadCheckpoint(f"the checkpoint {self._loading.source} is of another optimizer: {problem}. {ADVICE}")
 
     def _entry(self, key: str, tag: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
         """A value in the state of a parameter: a tensor that is there already, or a new one."""
@@ -347,17 +346,6 @@ def _names(model: torch.nn.Module, groups: list[dict[str, Any]]) -> list[list[st
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in groups]
 
 
-@contextmanager
-def _refusing(directory: Path) -> Iterator[None]:
-    """What isn't where it should be in the tree is a damaged checkpoint."""
-    try:
-        yield
-    except (MemfitError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise BadCheckpoint(f"{directory / _TREE} is incomplete or malformed: {error!r}") from error
-
-
 def _class_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
@@ -408,7 +396,7 @@ def _put_all(states: list[tuple[Any, Any, str]], loading: Loading) -> None:
                 value.load_state_dict(state)
             except Exception as error:
                 raise BadCheckpoint(
-                    f"the state of the {part} in {loading.directory} doesn't fit: {error}. {ADVICE}"
+                    f"the state of the {part} in {loading.source} doesn't fit: {error}. {ADVICE}"
                 ) from error
         loading.load_others()
     except BaseException:
@@ -429,12 +417,6 @@ def _check_class(directory: Path, part: str, saved: dict[str, Any] | None, value
         problem = f"is of another {what}: a {saved['class']}, and a {_class_of(live)} was given"
     if problem:
         raise BadCheckpoint(f"the checkpoint {directory} {problem}. {ADVICE}")
-
-
-def _write_tree(directory: Path, parts: dict[str, Any]) -> None:
-    content = {"format": FORMAT, "version": VERSION, **parts}
-    with (directory / _TREE).open("w", encoding="utf-8") as file:
-        json.dump(content, file, allow_nan=False)
 
 
 def _read_tree(directory: Path) -> dict[str, Any]:
