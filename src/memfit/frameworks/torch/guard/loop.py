@@ -308,34 +308,22 @@ class TorchLoop(GuardedLoop):
 
     def _probed_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
         # What was left over from the failed step may have been in the way.
+        plain_loss = as_loss(loss)
         for max_samples in (probe.MAX_SAMPLES, probe.MAX_SAMPLES, 2):
-            finding = self._probed(loss, batch, max_samples)
-            if finding is not None:
-                self._draws = finding.is_random
-                is_assumed = finding.origin is Origin.ASSUMED and finding.weighting is not None
-                return self.assumed_weighting if is_assumed else finding.weighting, finding.reason
+            results: list[probe.Found] = []
+
+            def run(max_samples: int = max_samples, results: list[probe.Found] = results) -> None:
+                self.transaction.close()
+                results.append(probe.find_weighting(self.plain_model, plain_loss, batch, max_samples))
+
+            if caught(run) is None and not results[0].ran_out:
+                self._draws = results[0].is_random
+                is_assumed = results[0].origin is Origin.ASSUMED and results[0].weighting is not None
+                return self.assumed_weighting if is_assumed else results[0].weighting, results[0].reason
             oom.release()
         if may_be_samples(batch):
             return None, probe.UNKNOWN_LISTS
         return self.assumed_weighting, "there is no memory to try it out"
-
-    def _probed(self, loss: Loss, batch: Any, max_samples: int) -> probe.Found | None:
-        """What a probe finds out; None where memory runs out in it."""
-        ran_out, results = False, []
-
-        def watched(model: Any, part: Any) -> Any:
-            nonlocal ran_out
-            try:
-                return as_loss(loss)(model, part)
-            except Exception as error:
-                ran_out = ran_out or recognise(error) is not None
-                raise
-
-        def run() -> None:
-            self.transaction.close()
-            results.append(probe.find_weighting(self.plain_model, watched, batch, max_samples))
-
-        return results[0] if caught(run) is None and not ran_out else None
 
     def differences(self, settings: Settings) -> str:
         """What parts of a batch compute in another way than the whole."""

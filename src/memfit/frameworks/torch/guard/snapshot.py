@@ -86,16 +86,14 @@ class Buffers:
         """Names of buffers that have changed so far; None until a step has gone well."""
         self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._versions: dict[str, tuple[torch.Tensor, int]] = {}
+        self._changed: set[str] = set()  # in the last step
 
     def remember(self) -> None:
         """A step begins."""
         present = dict(self._model.named_buffers())
         copied = set(present)
         if self._changing is not None:
-            copied = self._changing | self._smallest(present)
-            for path, module in self._model.named_modules():
-                if isinstance(module, internals.NormBase):
-                    copied |= {f"{path}.{name}".lstrip(".") for name in internals.buffers_of(module)}
+            copied = self._changing | self._smallest(present) | self._of_norms()
         self._copies = {name: (buffer, buffer.detach().clone()) for name, buffer in present.items() if name in copied}
         self._versions = {name: (buffer, internals.version_of(buffer)) for name, buffer in present.items()}
 
@@ -134,8 +132,17 @@ class Buffers:
                 for name, (left, right) in self._copies.items()
                 if left.layout is not torch.strided or left.shape != right.shape or not torch.equal(left, right)
             }
-        self._changing = changed | (self._changing or set())
+        self._changed, self._changing = changed, changed | (self._changing or set())
         self._copies.clear()
+        self._versions.clear()
+
+    def changed(self) -> set[str]:
+        """Names of the buffers that the step, or the last one, has changed, but for the statistics of norms."""
+        return (set(self._written(dict(self._model.named_buffers()))) or self._changed) - self._of_norms()
+
+    def _of_norms(self) -> set[str]:
+        norms = ((path, part) for path, part in self._model.named_modules() if isinstance(part, internals.NormBase))
+        return {f"{path}.{name}".lstrip(".") for path, norm in norms for name in internals.buffers_of(norm)}
 
     def _written(self, present: dict[str, torch.Tensor]) -> Iterator[str]:
         """Names of buffers that were written to or replaced since the step began, as far as PyTorch counts."""
@@ -166,6 +173,7 @@ class Attributes:
         self._model = model
         self._values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
+        self._changed: set[str] = set()  # in the last step
 
     def remember(self) -> None:
         """A step begins."""
@@ -188,7 +196,16 @@ class Attributes:
 
     def forget(self) -> None:
         """The step went well."""
+        self._changed = self._counted()
         self._values, self._contents = [], []
+
+    def changed(self) -> set[str]:
+        """Names of the numbers that the step, or the last one, has changed."""
+        return self._counted() or self._changed
+
+    def _counted(self) -> set[str]:
+        numbers = ((own, n, v) for own, values in self._values for n, v in values.items() if type(v) in (int, float))
+        return {name for own, name, value in numbers if own.get(name) != value}
 
 
 class Snapshot:
@@ -220,6 +237,10 @@ class Snapshot:
     def size_bytes(self) -> int:
         """Bytes of the copies."""
         return sum(self._known[module][0].size_bytes for module in self._begun)
+
+    def changed(self) -> list[str]:
+        """Names of what passes of the window, or of the last one, have changed, but for the statistics of norms."""
+        return sorted(name for parts in self._known.values() for part in parts for name in part.changed())
 
     def restore(self) -> None:
         """All is as it was when the window began, or when a module came into it."""

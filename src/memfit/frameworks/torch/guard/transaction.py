@@ -237,6 +237,10 @@ class Transaction:
         )
         if any(isinstance(share, float) and share > 0 for share in shares):
             differences.append("dropout draws other numbers than for the whole batch")
+        counted = self._snapshot.changed()
+        if counted:
+            others = f" and {len(counted) - 1} more" if len(counted) > 1 else ""
+            differences.append(f"the forward pass changes {counted[0]!r}{others} once per micro-batch")
         return "; ".join(differences)
 
     # Parts.
