@@ -12,7 +12,7 @@ import torch
 
 from memfit.core.errors import BadOptimizer
 from memfit.frameworks.torch.apply import bitsandbytes_kernels as kernels
-from memfit.frameworks.torch.apply.single_updates import Groups, counts_on_device
+from memfit.frameworks.torch.apply.single_updates import OptionGroups, counts_on_device
 from memfit.frameworks.torch.apply.tensor_memory import dense, simulated
 from memfit.frameworks.torch.shapes.shapes import HALVES
 
@@ -39,7 +39,7 @@ class EightBitUpdates:
             raise BadOptimizer("8-bit optimizer states have no amsgrad. Set amsgrad=False, or leave this move out.")
         kernels.load()
         self._optimizer = optimizer
-        self._groups = Groups(optimizer)
+        self._groups = OptionGroups(optimizer)
         self._tables: dict[tuple[bool, torch.device], torch.Tensor] = {}
         for parameter, state in optimizer.state.items():
             self._shrink(parameter, state)

@@ -30,7 +30,7 @@ AGAIN = "again"  # gives its batches again when it is iterated over again
 ONCE = "once"  # a generator or another iterator
 
 
-class _Position(TypedDict):
+class _SavedPosition(TypedDict):
     """Where a run is in its data."""
 
     epoch: Count
@@ -113,7 +113,7 @@ class Batches:
 
     def check(self, state: Any) -> None:
         """Refuses what can't be a position, for `load`."""
-        problem = mismatch(state, _Position)
+        problem = mismatch(state, _SavedPosition)
         if not problem and state["is_running"]:
             problem = mismatch(state["begin"], _Begin)
         if problem:

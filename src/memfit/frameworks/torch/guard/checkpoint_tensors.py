@@ -108,7 +108,7 @@ def is_shard(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
-class Encoder(state_tree.Encoder):
+class TensorEncoder(state_tree.Encoder):
     """Turns values into JSON and collects their tensors; arguments as for `core.state_tree.Encoder`."""
 
     def __init__(self, *, skips_functions: bool = False) -> None:
@@ -158,7 +158,7 @@ class Encoder(state_tree.Encoder):
         return tag
 
 
-class Decoder(state_tree.Decoder):
+class TensorDecoder(state_tree.Decoder):
     """Turns JSON back into values; tensors that were not on the CPU are put on the device `home`."""
 
     def __init__(self, file: TensorFile, home: torch.device | None = None) -> None:

@@ -36,8 +36,8 @@ from memfit.frameworks.torch.guard import state as run_state
 from memfit.frameworks.torch.guard.batches import Batches
 from memfit.frameworks.torch.guard.library_steps import unwrapped
 from memfit.frameworks.torch.guard.parameters import device_of, storage_bytes
-from memfit.frameworks.torch.guard.ranks import Ranks, ranks_of
-from memfit.frameworks.torch.guard.transaction import Entry, Loss, Passes, Transaction
+from memfit.frameworks.torch.guard.ranks import TrainingRanks, ranks_of
+from memfit.frameworks.torch.guard.transaction import Loss, Passes, Transaction, WindowBatch
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.trace import loss_probe as probe
@@ -84,7 +84,7 @@ class TorchLoop(GuardedLoop):
         self._clip_norm = clip_norm
         self._commits = commits
         self._draws = False  # whether the loss draws numbers that no part of a batch gets again
-        self.ranks: Ranks = ranks_of(model)
+        self.ranks: TrainingRanks = ranks_of(model)
         self.transaction = Transaction(
             model, optimizer, self.ranks, scaler=scaler, clip=self._clip, after_update=self._after_update
         )
@@ -104,7 +104,7 @@ class TorchLoop(GuardedLoop):
     # One step.
 
     @contextmanager
-    def window(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Iterator[Entry]:
+    def window(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Iterator[WindowBatch]:
         """Takes a batch into the window, a new one where none is open; one that ends in an exception is dropped."""
         transaction = self.transaction
         if not transaction.entries:

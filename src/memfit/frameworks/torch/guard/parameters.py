@@ -20,8 +20,8 @@ from memfit.core.tensor_file import TensorFile
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.guard.checkpoint_tensors import (
     SHARDS,
-    Decoder,
-    Encoder,
+    TensorDecoder,
+    TensorEncoder,
     copy_into,
     described,
     is_shard,
@@ -90,7 +90,7 @@ def compare(subject: str, what: str, saved: Mapping[str, Description], live: Map
         raise BadCheckpoint(f"{subject} of another {what}: {difference}. {ADVICE}")
 
 
-def encode_module(model: torch.nn.Module, encoder: Encoder) -> list[Any]:
+def encode_module(model: torch.nn.Module, encoder: TensorEncoder) -> list[Any]:
     """The tree of a module, [[name, value]]; its tensors are in the encoder."""
     return [[name, encoder.encode(value, name)] for name, (_, value) in entries_of(model).items()]
 
@@ -126,7 +126,7 @@ class Loading:
         )
         plain = unwrapped(model)
         own = {_key(tensor)[:-1] for tensor in (*plain.parameters(), *plain.buffers()) if not is_shard(tensor)}
-        decoder = Decoder(file, device_of(model))
+        decoder = TensorDecoder(file, device_of(model))
         others: dict[str, Any] = {}
         seen = set()
         for name, (raw, value) in live.items():
@@ -174,7 +174,7 @@ def write(model: Any, path: Path) -> None:
     """Writes the values of a model's parameters and buffers; the file appears whole or not at all."""
     if not isinstance(model, torch.nn.Module):
         raise BadModel(f"expected a torch.nn.Module, but {type(model).__name__} was given.")
-    encoder = Encoder()
+    encoder = TensorEncoder()
     tree = encode_module(model, encoder)
     if encoder.shards:
         raise BadModel(

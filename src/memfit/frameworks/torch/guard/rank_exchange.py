@@ -25,7 +25,7 @@ import torch.distributed as dist
 from memfit.core.guarding import MemoryFailure
 from memfit.core.oom import clear_frames, recognise
 from memfit.frameworks.torch import internals, oom
-from memfit.frameworks.torch.guard.ranks import Ranks
+from memfit.frameworks.torch.guard.ranks import TrainingRanks
 from memfit.frameworks.torch.rescue.retry import rerun
 from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
@@ -109,7 +109,7 @@ class Counter:
         return counted
 
 
-class ExchangingRanks(Ranks):
+class ExchangingRanks(TrainingRanks):
     """Several processes that train one model together; each method is called by all of them.
 
     A group of None is all processes; `most` numbers are exchanged at once.

@@ -208,7 +208,7 @@ class Attributes:
         return {name for own, name, value in numbers if own.get(name) != value}
 
 
-class Snapshot:
+class WindowSnapshot:
     """What a window changes in a model, and in modules that only the loss knows: a discriminator, learned centres."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -25,8 +25,8 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.guard import state_checks as checks
 from memfit.frameworks.torch.guard.checkpoint_tensors import (
     SHARDS,
-    Decoder,
-    Encoder,
+    TensorDecoder,
+    TensorEncoder,
     described,
     is_shard,
     num_ranks,
@@ -71,8 +71,8 @@ def save(
         BadCheckpoint: something isn't plain data; the message says where it is.
         OSError: the files can't be written; on all processes where the parts of tensors can't.
     """
-    encoders = {"model": Encoder(), "optimizer": Encoder(), "ema": Encoder(skips_functions=True)}
-    rest, own = Encoder(skips_functions=True), Encoder()
+    encoders = {"model": TensorEncoder(), "optimizer": TensorEncoder(), "ema": TensorEncoder(skips_functions=True)}
+    rest, own = TensorEncoder(skips_functions=True), TensorEncoder()
     trees: dict[str, Any] = {"model": encode_module(model, encoders["model"])}
     parts: dict[str, Any] = {"model": {"class": _class_of(unwrapped(model))}}
     if optimizer is not None:
@@ -140,7 +140,7 @@ def load(
             )
         for name, value in objects.items():
             _check_class(directory, name, tree.get(name), value)
-        rest = Decoder(TensorFile(directory / "rest.safetensors"), device_of(model))
+        rest = TensorDecoder(TensorFile(directory / "rest.safetensors"), device_of(model))
         random_state, progress = _own_values(directory, tree, rest)
         loading.add_module(directory / "model.safetensors", model)
         states: list[tuple[Any, Any, str]] = []
@@ -149,7 +149,7 @@ def load(
                 loading.add_module(directory / "ema.safetensors", value, "moving average")
             elif value is not None and name != "optimizer":
                 file = TensorFile(directory / ("ema.safetensors" if name == "ema" else "rest.safetensors"))
-                states.append((value, Decoder(file, device_of(model)).decode(tree[name]["state"]), name))
+                states.append((value, TensorDecoder(file, device_of(model)).decode(tree[name]["state"]), name))
         if optimizer is not None:
             update = _OptimizerState(loading, tree, model, optimizer)
         check(progress)
@@ -208,7 +208,7 @@ class Parameters:
 
     @staticmethod
     def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        encoder = Encoder()
+        encoder = TensorEncoder()
         for name, (_, value) in entries_of(model).items():
             if isinstance(value, torch.Tensor):
                 encoder.tensor(value, name)
@@ -232,7 +232,7 @@ class _OptimizerState:
         self._whole: Any = None
         self._states: list[tuple[Any, Any]] = []
         self._groups: list[dict[str, Any]] = []
-        decoder = Decoder(self._file, _home_of(optimizer))
+        decoder = TensorDecoder(self._file, _home_of(optimizer))
         if not tree["is_sharded"] and not _is_plain(optimizer):
             self._whole = decoder.decode(saved["state"])
             return
@@ -251,11 +251,11 @@ class _OptimizerState:
                 if type(number) is not str and type(optimizer).__module__.startswith("torch.optim"):
                     raise BadCheckpoint(f"the optimizer's state names parameter {number!r}, which doesn't exist")
                 # What an optimizer keeps for no parameter in particular.
-                self._states.append((number, Decoder(self._file).decode(entries)))
+                self._states.append((number, TensorDecoder(self._file).decode(entries)))
                 continue
             parameter, group, kept = by_number[number]
             if "__dict__" in entries:
-                state = Decoder(self._file, parameter.device).decode(entries)
+                state = TensorDecoder(self._file, parameter.device).decode(entries)
             else:
                 state = {key: self._entry(key, tag, parameter, group) for key, tag in entries.items()}
             checks.check_entries(state, parameter, optimizer, kept, f"the optimizer's state of parameter {number}")
@@ -298,7 +298,7 @@ class _OptimizerState:
     def _entry(self, key: str, tag: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
         """A value in the state of a parameter: a tensor that is there already, or a new one."""
         if not isinstance(tag, dict) or not {"__tensor__", "__shard__"} & tag.keys():
-            return Decoder(self._file, parameter.device).decode(tag)
+            return TensorDecoder(self._file, parameter.device).decode(tag)
         old = self._optimizer.state.get(parameter, {}).get(key)
         dtype, shape = described(self._file, tag)
         is_there = isinstance(old, torch.Tensor) and (old.dtype, tuple(old.shape)) == (dtype, shape)
@@ -320,7 +320,7 @@ class _OptimizerState:
         else:
             is_beside = tag.get("device", "cpu") == self._home
         device = parameter.device if is_beside else torch.device("cpu")
-        return Decoder(self._file, device).decode({**tag, "device": "any"})
+        return TensorDecoder(self._file, device).decode({**tag, "device": "any"})
 
 
 def _is_plain(optimizer: Any) -> bool:
@@ -363,12 +363,14 @@ def _own_file(directory: Path) -> Path:
     return directory / f"process-{rank():05d}.json"
 
 
-def _own_values(directory: Path, tree: dict[str, Any], rest: Decoder) -> tuple[RandomState | None, dict[str, Any]]:
+def _own_values(
+    directory: Path, tree: dict[str, Any], rest: TensorDecoder
+) -> tuple[RandomState | None, dict[str, Any]]:
     """(random states of this process, None where as many processes don't read as wrote; progress)."""
     is_same = tree["num_processes"] == num_ranks()
     if is_same and rank():
         path = _own_file(directory)
-        tree, rest = _read_json(path), Decoder(TensorFile(path.with_suffix(".safetensors")))
+        tree, rest = _read_json(path), TensorDecoder(TensorFile(path.with_suffix(".safetensors")))
     random_state = RandomState(rest.decode(tree["random"]["state"])) if is_same else None
     if random_state is not None:
         checks.check_random(random_state)

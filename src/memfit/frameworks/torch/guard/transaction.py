@@ -29,8 +29,8 @@ from memfit.core.settings import Settings
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.fitted import Fitted
 from memfit.frameworks.torch.apply.micro_batches import raw_weights, split
-from memfit.frameworks.torch.guard.ranks import Ranks
-from memfit.frameworks.torch.guard.snapshot import RandomState, Snapshot
+from memfit.frameworks.torch.guard.ranks import TrainingRanks
+from memfit.frameworks.torch.guard.snapshot import RandomState, WindowSnapshot
 from memfit.frameworks.torch.guard.update import Update
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
@@ -49,7 +49,7 @@ Passes = Callable[[Any, float], torch.Tensor]
 
 
 @dataclass(slots=True)
-class Entry:
+class WindowBatch:
     """One batch of an accumulation window, as it can be run again."""
 
     loss: Loss
@@ -73,7 +73,7 @@ class Transaction:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        ranks: Ranks,
+        ranks: TrainingRanks,
         *,
         scaler: Any = None,
         clip: Callable[[torch.nn.Module], object] = lambda model: None,
@@ -86,14 +86,14 @@ class Transaction:
         self.extra_bytes = 0  # memory that the last snapshot took
         self._clip = clip
         self._after_update = after_update
-        self._snapshot = Snapshot(model)
+        self._snapshot = WindowSnapshot(model)
         self._update = Update(optimizer)
         self.retrying = self._update.retrying  # entered around what changes gradients in place, such as clipping
         self._fitted: Fitted | None = None
         self._window_length = 1
-        self.entries: list[Entry] = []  # the batches of the window that is open; empty when none is
+        self.entries: list[WindowBatch] = []  # the batches of the window that is open; empty when none is
         self.is_stale = False  # whether the gradients of the window are gone, so that all its batches must be run again
-        self.last_run: Entry | None = None  # the batch whose passes were run last, whether they went well or not
+        self.last_run: WindowBatch | None = None  # the batch whose passes were run last, whether they went well or not
         self.kept: list[Any] = []
         """What else passes change: has `remember`, called when a window begins, and `restore` for a roll back."""
 
@@ -125,12 +125,12 @@ class Transaction:
             kept.remember()
         self.extra_bytes = self._snapshot.size_bytes
 
-    def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Entry:
+    def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> WindowBatch:
         """One more batch; it has yet to be run."""
         if passes is None:
             self._snapshot.include(value for value in _held(loss) if isinstance(value, torch.nn.Module))
             self.extra_bytes = self._snapshot.size_bytes
-        entry = Entry(loss, batch, RandomState.now(), passes, versions=_versions(batch))
+        entry = WindowBatch(loss, batch, RandomState.now(), passes, versions=_versions(batch))
         before = self.entries[-1].ended if self.entries else None
         if before is not None:
             entry.goes_on = entry.random_state.unchanged_since(before)
@@ -210,7 +210,7 @@ class Transaction:
             heap.map_large_blocks(True)
         oom.release()
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: WindowBatch) -> None:
         """Takes the last batch out of the window, whose passes the user's code or the user has ended.
 
         What they have added to the gradients can't be told from the rest, so the other batches will be run again.
@@ -250,8 +250,8 @@ class Transaction:
             return MemoryFailure(oom.where_of(self.model), "another rank", text="another process ran out of memory")
         return failure
 
-    def _run(self, entry: Entry, settings: Settings) -> None:
-        passes = _Passes(entry, self.refit(settings), self.scaler, self.ranks, self._window_length)
+    def _run(self, entry: WindowBatch, settings: Settings) -> None:
+        passes = _PassesOfBatch(entry, self.refit(settings), self.scaler, self.ranks, self._window_length)
         with passes.statistics or nullcontext():
             self.ranks.run(entry.num_parts, passes.run_part, passes.smallest)
         passes.end()
@@ -322,10 +322,12 @@ def _versions(batch: Any) -> tuple[int, ...]:
     return tuple(internals.version_of(tensor) for tensor in tensors_in(batch))
 
 
-class _Passes:
+class _PassesOfBatch:
     """Passes of the parts of a batch; afterwards gradients are those of its loss, times the weight of its entry."""
 
-    def __init__(self, entry: Entry, fitted: Fitted, scaler: Any, ranks: Ranks, window_length: int) -> None:
+    def __init__(
+        self, entry: WindowBatch, fitted: Fitted, scaler: Any, ranks: TrainingRanks, window_length: int
+    ) -> None:
         self._entry = entry
         self._fitted = fitted
         self._scaler = scaler
