@@ -67,7 +67,6 @@ class Folder:
     Args:
         path: the folder; made when it is first needed.
         keep: how many checkpoints stay, at least 1.
-        announce: called with one sentence where a checkpoint couldn't be written or used; logged if not given.
         owner: whose checkpoints they are, such as the optimizer: another folder object of the same owner takes over,
             and one of another owner is refused as long as this one is in use.
     """
@@ -76,12 +75,10 @@ class Folder:
         self,
         path: str | os.PathLike[str],
         keep: int = 3,
-        announce: Callable[[str], None] = _log.warning,
         owner: object = None,
     ) -> None:
         self.path = Path(path)
         self.keep = keep
-        self._announce = announce
         self._thread: threading.Thread | None = None
         self._unsaid: list[str] = []
         self._num_failed = 0  # checkpoints in a row that couldn't be written
@@ -296,7 +293,7 @@ class Folder:
         self.skipped = tuple(f"{name}: {reason}" for name, reason in sorted(skipped.items()))
         for text in self.skipped:
             used = "there is no other" if latest is None else f"{latest.path.name} is used"
-            self._announce(f"the checkpoint {text}; {used} ({self.path})")
+            _log.warning(f"the checkpoint {text}; {used} ({self.path})")
         return latest
 
     def _find_latest(self) -> tuple[Checkpoint | None, dict[str, str]]:
@@ -459,7 +456,7 @@ class Folder:
 
     def _say(self) -> None:
         while self._unsaid:
-            self._announce(self._unsaid.pop(0))
+            _log.warning(self._unsaid.pop(0))
 
 
 def _final_name(hidden: Path) -> str:

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-from collections import Counter
 
 import pytest
 
@@ -37,11 +36,6 @@ class State:
         if self.fails(directory):
             raise OSError(28, "No space left on device")
         (directory / "state").write_text("state")
-
-
-@pytest.fixture(autouse=True)
-def no_folder_was_used(monkeypatch):
-    monkeypatch.setattr(module, "_finished", Counter())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
