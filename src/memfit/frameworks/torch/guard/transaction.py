@@ -35,7 +35,7 @@ from memfit.frameworks.torch.guard.update import Update
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.trace.loss_probe import part_of
-from memfit.frameworks.torch.trace.real_runs import _held
+from memfit.frameworks.torch.trace.real_runs import held_by
 
 _CHANGED_BATCH = (
     "memory ran out, and the step can't be run again: its batch was changed in place, by the loss function or by a "
@@ -128,7 +128,7 @@ class Transaction:
     def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> WindowBatch:
         """One more batch; it has yet to be run."""
         if passes is None:
-            self._snapshot.include(value for value in _held(loss) if isinstance(value, torch.nn.Module))
+            self._snapshot.include(value for value in held_by(loss) if isinstance(value, torch.nn.Module))
             self.extra_bytes = self._snapshot.size_bytes
         entry = WindowBatch(loss, batch, RandomState.now(), passes, versions=_versions(batch))
         before = self.entries[-1].ended if self.entries else None

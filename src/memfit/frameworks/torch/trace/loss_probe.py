@@ -47,7 +47,7 @@ from memfit.frameworks.torch.trace.loss_hypotheses import (
     shortened,
     spread,
 )
-from memfit.frameworks.torch.trace.real_runs import _held, restoring
+from memfit.frameworks.torch.trace.real_runs import held_by, restoring
 
 MAX_SAMPLES = 8
 # Processor time, which other programs of the machine don't lengthen. Up to so many seconds for one sample, so many
@@ -367,7 +367,7 @@ class _Probe:
             if found is None:
                 break
             yield found
-        modules = [self._model, *(held for held in _held(self._loss) if isinstance(held, torch.nn.Module))]
+        modules = [self._model, *(held for held in held_by(self._loss) if isinstance(held, torch.nn.Module))]
         size_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         if size_bytes > _DOUBLED_BYTES or not self._has_time():
             return
