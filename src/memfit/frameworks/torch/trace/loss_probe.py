@@ -368,8 +368,11 @@ class _Probe:
                 break
             yield found
         modules = [self._model, *(held for held in held_by(self._loss) if isinstance(held, torch.nn.Module))]
-        size_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        if size_bytes > _DOUBLED_BYTES or not self._has_time():
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        # Of tensors of other classes there are no copies: the user's own would become others.
+        are_copied = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if not are_copied or size_bytes > _DOUBLED_BYTES or not self._has_time():
             return
         with restoring(self._model, self._loss):
             try:

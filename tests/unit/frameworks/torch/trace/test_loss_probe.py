@@ -709,6 +709,21 @@ def test_a_batch_that_is_too_large_to_be_run_at_once_is_judged_by_few_samples():
     assert not found.ran_out
 
 
+def test_parameters_keep_their_types_and_values():
+    class Own(nn.Parameter):
+        pass
+
+    for kind in (nn.Parameter, Own):
+        model = linear()
+        model.weight = kind(model.weight.detach())
+        weight, values = model.weight, model.weight.detach().clone()
+
+        assert find_weighting(model, classify, labelled()).weighting == MEAN
+
+        assert model.weight is weight and type(weight) is kind
+        assert weight.dtype == torch.float32 and torch.equal(weight, values)
+
+
 def test_memory_that_runs_out_with_few_samples_is_told():
     def loss(model, batch):
         raise MemoryError
