@@ -369,8 +369,10 @@ class _Probe:
             yield found
         modules = [self._model, *(held for held in held_by(self._loss) if isinstance(held, torch.nn.Module))]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        # Of tensors of other classes there are no copies: the user's own would become others.
-        are_copied = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        # Of others there are no copies: the user's own would become others.
+        are_copied = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors) and not any(
+            isinstance(part, torch.jit.ScriptModule) for module in modules for part in module.modules()
+        )
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if not are_copied or size_bytes > _DOUBLED_BYTES or not self._has_time():
             return

@@ -724,6 +724,15 @@ def test_parameters_keep_their_types_and_values():
         assert weight.dtype == torch.float32 and torch.equal(weight, values)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_scripted_modules_keep_their_types():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(linear()))
+
+    assert find_weighting(model, classify, labelled()).weighting == MEAN
+
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_memory_that_runs_out_with_few_samples_is_told():
     def loss(model, batch):
         raise MemoryError
