@@ -334,22 +334,17 @@ class _PassesOfBatch:
         self._ranks = ranks
         entry.num_parts = fitted.num_parts(entry.batch)
         self._parts = split(entry.batch, entry.num_parts)
-        weighting = fitted.settings.weighting
-        self._weights = raw_weights(self._parts, weighting)
         # The only batch of a process on its own is weighed on the way, as a plain loop does it, and so is one whose
-        # weight in its window is another library's business.
+        # weight in its window is another library's business. Among others one counts by its samples, in however many
+        # parts it is run.
         self._is_alone = (window_length == 1 and ranks.num_ranks == 1) or entry.passes is not None
         self._is_weighed = self._is_alone
-        self._whole = sum(self._weights) if self._is_alone and weighting.kind != "sum" else 1.0
-        self._adds_up = weighting.kind == "sum" and not self._is_alone
-        if not self._is_alone:
-            # Among other batches one counts by its samples, in however many parts it is run.
-            samples = float(common_first_dimension(entry.batch) or 1)
-            if weighting.kind == "count":
-                whole = sum(self._weights)
-                self._weights = [weight * samples / whole for weight in self._weights]
-            elif weighting.kind == "sum":
-                self._weights = [samples for _ in self._weights]
+        unit = 1.0 if self._is_alone else float(common_first_dimension(entry.batch) or 1)
+        weighting = fitted.settings.weighting
+        weights = raw_weights(self._parts, weighting)
+        self._is_sum = weighting.kind == "sum"
+        whole = 1.0 if self._is_sum else sum(weights)
+        self._factors = [unit * weight / whole for weight in weights]
         self._weight = 0.0
         self._total: torch.Tensor | None = None
         self.statistics = PooledStatistics(fitted.model) if entry.num_parts > 1 else None
@@ -359,7 +354,7 @@ class _PassesOfBatch:
         part, self._parts[index] = self._parts[index], None
         if self.statistics is not None:
             self.statistics.part()
-        factor = self._weights[index] / self._whole
+        factor = self._factors[index]
         if self._entry.passes is not None:
             self._weight += factor
             if factor or self._ranks.num_ranks > 1:
@@ -372,7 +367,7 @@ class _PassesOfBatch:
         if weight is not None:
             self._is_weighed = self._is_alone and self._entry.num_parts == 1
             factor = 1.0 if self._is_weighed and weight else weight
-        self._weight += factor / self._entry.num_parts if self._adds_up and weight is None else factor
+        self._weight += factor / self._entry.num_parts if self._is_sum and weight is None else factor
         if not factor and self._ranks.num_ranks == 1:
             # A mean over nothing is no number, and must not spoil the others.
             return
