@@ -129,7 +129,7 @@ class TensorFile:
         self.path = path
         try:
             with open_plain(path) as file:
-                self._stored = _read_header(file, os.fstat(file.fileno()).st_size)
+                self._stored, self.metadata = _read_header(file, os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise BadCheckpoint(f"{path} can't be read: {reason_of(error)}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -178,12 +178,13 @@ class TensorFile:
         return array.astype(dtype, copy=False)
 
 
-def _read_header(file: Any, size_bytes: int) -> dict[str, _Stored]:
+def _read_header(file: Any, size_bytes: int) -> tuple[dict[str, _Stored], dict[str, str]]:
+    """(where the tensors are, what else the file says)."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size_bytes - 8):
         raise ValueError("its header has an invalid length")
     header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
     begin = 8 + length
     stored = {}
     for name, entry in header.items():
@@ -197,4 +198,4 @@ def _read_header(file: Any, size_bytes: int) -> dict[str, _Stored]:
         if end - start != math.prod(shape) * item_bytes:
             raise ValueError(f"{name!r} has a size that doesn't match its shape")
         stored[name] = _Stored(dtype, shape, begin + start)
-    return stored
+    return stored, {str(name): str(text) for name, text in metadata.items()}

@@ -33,9 +33,9 @@ _FILE_VERSION = 1
 
 @dataclass(slots=True)
 class _Bounds:
-    """What is known about micro-batches with the moves in use, in elements."""
+    """What is known about micro-batches with some moves, in elements."""
 
-    most: float | None = None  # the bound in use; None: the whole batch
+    most: float | None = None  # of a micro-batch; None: the whole batch
     good: float = 0.0
     bad: float | None = None
 
@@ -56,9 +56,7 @@ class Attempts:
         self._planned_size = first.micro_batch_size
         self._good_steps = 0
         self._grow_after = fallbacks.grow_after
-        self._is_trial = False
-        # The level and its bounds, where the trial is one of weaker moves.
-        self._before_trial: tuple[int, _Bounds] | None = None
+        self._trial: tuple[int, float | None] | None = None  # level and bound on trial, in place of what is known
         self._least = fallbacks.least_samples  # samples that a micro-batch must have
         self._update_failures = 0
         self.changed = False  # whether something was found out that is worth remembering
@@ -66,7 +64,13 @@ class Attempts:
     @property
     def moves(self) -> Settings:
         """The settings in use, but for the micro-batch."""
-        return replace(self._base, **(self._stronger[self._level - 1] if self._level else {}))
+        level, _ = self._in_use
+        return replace(self._base, **(self._stronger[level - 1] if level else {}))
+
+    @property
+    def _in_use(self) -> tuple[int, float | None]:
+        """The level of the moves, and the most elements of a micro-batch."""
+        return self._trial or (self._level, self._bounds.most)
 
     def settings(self, size: BatchSize) -> Settings:
         """How to run a batch of this size now, or batches of all sizes where they have to be run alike."""
@@ -87,28 +91,29 @@ class Attempts:
         """A step with a batch of this size went well."""
         self._update_failures = 0
         used = self._used(size)
-        if used is not None:
-            if self._is_trial and used > self._bounds.good:
-                self.changed = True
-            self._bounds.good = max(self._bounds.good, used)
-            if self._bounds.bad is not None and self._bounds.good >= self._bounds.bad:
-                # Others of the machine have given memory back.
-                self._bounds.bad = None
-        self._is_trial = False
-        self._before_trial = None
+        if self._trial is not None:
+            level, most = self._trial
+            if level != self._level:
+                self._level, self._bounds = level, _Bounds()
+            self._bounds.most, self._trial = most, None
+            self.changed |= used is not None and used > self._bounds.good
+        bounds = self._bounds
+        bounds.good = max(bounds.good, used or 0.0)
+        if bounds.bad is not None and bounds.good >= bounds.bad:
+            # Others of the machine have given memory back.
+            bounds.bad = None
         self._good_steps += 1
         if self._good_steps < self._grow_after:
             return
         if self._level and self._settings_of_one(size).micro_batches == 1:
             self._good_steps = 0
-            self._weaken()
-        elif self._bounds.most is not None:
+            self._trial = self._level - 1, bounds.most
+        elif bounds.most is not None:
             self._good_steps = 0
-            self._is_trial = True
-            most, bad = self._bounds.most, self._bounds.bad
+            most, bad = bounds.most, bounds.bad
             # Near to what failed all is known; that is tried once more, for memory may have been given back.
             is_between = bad is not None and most < bad * _NEAR and most * 2 >= bad
-            self._bounds.most = (most + bad) / 2 if bad is not None and is_between else most * 2
+            self._trial = self._level, (most + bad) / 2 if bad is not None and is_between else most * 2
 
     def failed(self, size: BatchSize, failure: MemoryFailure, *, in_update: bool, num_halvings: int = 1) -> bool:
         """A step ran out of memory; whether there is something else to try, which `settings` then gives.
@@ -125,16 +130,12 @@ class Attempts:
                 self._base = replace(self._base, kernels=OptimizerKernels.SINGLE)
             return self._update_failures == 1 or not is_single
         used = self._used(size)
-        if used is not None:
+        if used is not None and self._in_use[0] == self._level:
             self._bounds.bad = min(used, self._bounds.bad or used)
-        if self._is_trial:
+        if self._trial is not None:
             # Back to what is known to be good, and longer until the next trial.
-            self._is_trial = False
+            self._trial = None
             self._grow_after *= 2
-            if self._before_trial is not None:
-                (self._level, self._bounds), self._before_trial = self._before_trial, None
-            else:
-                self._bounds.most = self._bounds.good or self._bounds.most
             return True
         if self.replan is not None:
             planned, self.replan = self.replan(), None
@@ -154,11 +155,12 @@ class Attempts:
         """Samples of a micro-batch; None: any number."""
         if self._planned_size:
             return self._planned_size
-        if self._bounds.most is None:
+        _, most = self._in_use
+        if most is None:
             # Parts of which only the number is given.
             parts = self._base.micro_batches
             return -(-size.num_samples // parts) if parts > 1 and size.num_samples else None
-        return max(self._least, int(self._bounds.most / size.elements_per_sample + 1e-6))
+        return max(self._least, int(most / size.elements_per_sample + 1e-6))
 
     def need_samples(self, least: int) -> bool:
         """Micro-batches must have so many samples; False where that was known."""
@@ -173,10 +175,12 @@ class Attempts:
 
     def without_level(self) -> bool:
         """The stronger moves in use can't be put on this model; whether there were any."""
-        if not self._level:
+        level, _ = self._in_use
+        if not level:
             return False
-        del self._stronger[self._level - 1]
+        del self._stronger[level - 1]
         self._level -= 1
+        self._trial = None
         return True
 
     def adopt(self, planned: Settings, size: BatchSize) -> bool:
@@ -185,9 +189,7 @@ class Attempts:
             return False
         self._base = replace(planned, micro_batches=1, micro_batch_size=0)
         self._level = 0
-        self._bounds = _Bounds()
-        if planned.micro_batch_size:
-            self._bounds.most = planned.micro_batch_size * size.elements_per_sample
+        self._bounds = _Bounds(planned.micro_batch_size * size.elements_per_sample or None)
         self._planned_size = 0
         return True
 
@@ -210,28 +212,20 @@ class Attempts:
         self._bounds.bad = None
         return True
 
-    def _weaken(self) -> None:
-        self._before_trial = self._level, self._bounds
-        self._level -= 1
-        self._bounds = _Bounds(self._bounds.most)
-        self._is_trial = True
-
     # What lasts.
 
     def to_json(self) -> dict[str, Any]:
         """What was found out, for the next run."""
-        level, bounds = self._before_trial or (self._level, self._bounds)
-        is_larger = self._is_trial and self._before_trial is None
         return {
-            "most": (bounds.good or None) if is_larger else bounds.most,
-            "good": bounds.good,
-            "bad": bounds.bad,
-            "level": level,
+            "most": self._bounds.most,
+            "good": self._bounds.good,
+            "bad": self._bounds.bad,
+            "level": self._level,
             "planned_size": self._planned_size,
             "least": self._least,
             "grow_after": self._grow_after,
             "good_steps": self._good_steps,
-            "trial": [self._level, self._bounds.most] if self._is_trial else None,
+            "trial": None if self._trial is None else [*self._trial],
             # Checkpoints hold plain data, and names of enumerations are more than text.
             "base": json.loads(json.dumps(self._base.to_json())),
         }
@@ -253,11 +247,8 @@ class Attempts:
         self._grow_after = int(data.get("grow_after", self._grow_after))
         self._good_steps = int(data.get("good_steps", 0))
         trial = data.get("trial")
-        self._is_trial = trial is not None
-        if trial is not None and int(trial[0]) < self._level:
-            self._weaken()
-        elif trial is not None:
-            self._bounds.most = float(trial[1])
+        if trial is not None:
+            self._trial = min(int(trial[0]), self._level), None if trial[1] is None else float(trial[1])
 
     @staticmethod
     def check_progress(progress: dict[str, Any]) -> None:
@@ -280,15 +271,17 @@ class Attempts:
 
     def votes(self) -> list[int]:
         """What this process needs, as numbers of which the least counts for all: see `settle`."""
-        most = _ANY if self._bounds.most is None else math.ceil(self._bounds.most)
-        return [self._planned_size or _ANY, most, -self._level, self.moves.kernels is not OptimizerKernels.SINGLE]
+        level, most = self._in_use
+        whole = _ANY if most is None else math.ceil(most)
+        return [self._planned_size or _ANY, whole, -level, self.moves.kernels is not OptimizerKernels.SINGLE]
 
     def settle(self, least: Sequence[int]) -> None:
         """Takes over what the neediest of the processes needs."""
         planned, most, level, kernels = least
-        self._planned_size = 0 if planned == _ANY else planned
-        self._bounds.most = None if most == _ANY else min(float(most), self._bounds.most or most)
-        self._level = -level
+        if [planned, most, level] != self.votes()[:3]:
+            self._planned_size = 0 if planned == _ANY else planned
+            self._bounds.most = None if most == _ANY else float(most)
+            self._level, self._trial = -level, None
         if not kernels:
             self._base = replace(self._base, kernels=OptimizerKernels.SINGLE)
 

@@ -42,7 +42,7 @@ class OtherVersion(BadCheckpoint):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """One file of a checkpoint."""
 
     size_bytes: int
@@ -56,7 +56,7 @@ class Manifest:
     number: int  # counts the checkpoints of a folder in the order in which they were written
     step: int  # updates of the parameters that had been made
     created: str  # when, as an ISO 8601 time in UTC
-    files: Mapping[str, Entry]  # by path below the checkpoint, with forward slashes
+    files: Mapping[str, FileEntry]  # by path below the checkpoint, with forward slashes
     info: dict[str, Any] = field(default_factory=dict)  # whatever the writer wanted to say, as JSON
 
     def to_bytes(self) -> bytes:
@@ -90,7 +90,7 @@ class Manifest:
                 step=_whole(content["step"]),
                 created=str(content["created"]),
                 files={
-                    _inside(name): Entry(_whole(entry["bytes"]), str(entry["sha256"]))
+                    _inside(name): FileEntry(_whole(entry["bytes"]), str(entry["sha256"]))
                     for name, entry in content["files"].items()
                 },
                 info=dict(content["info"]),
@@ -103,14 +103,14 @@ class Manifest:
         return manifest
 
 
-def describe(directory: Path) -> dict[str, Entry]:
+def describe(directory: Path) -> dict[str, FileEntry]:
     """All files below a directory, as a manifest lists them."""
     files = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file() and path.name not in (NAME, UNFINISHED):
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-                files[path.relative_to(directory).as_posix()] = Entry(file.tell(), digest)
+                files[path.relative_to(directory).as_posix()] = FileEntry(file.tell(), digest)
     return files
 
 

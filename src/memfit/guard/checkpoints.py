@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import psutil
 from memfit.core.adapter import Ranks, SingleProcess
 from memfit.core.errors import BadFile
 from memfit.core.guarding import BadCheckpoint
-from memfit.core.oom import clear_frames, recognise
+from memfit.core.oom import caught
 from memfit.core.plain_files import plain_size
 from memfit.core.units import format_size
 from memfit.guard import checkpoint_manifest as manifests
@@ -66,7 +67,6 @@ class Folder:
     Args:
         path: the folder; made when it is first needed.
         keep: how many checkpoints stay, at least 1.
-        announce: called with one sentence where a checkpoint couldn't be written or used; logged if not given.
         owner: whose checkpoints they are, such as the optimizer: another folder object of the same owner takes over,
             and one of another owner is refused as long as this one is in use.
     """
@@ -75,12 +75,10 @@ class Folder:
         self,
         path: str | os.PathLike[str],
         keep: int = 3,
-        announce: Callable[[str], None] = _log.warning,
         owner: object = None,
     ) -> None:
         self.path = Path(path)
         self.keep = keep
-        self._announce = announce
         self._thread: threading.Thread | None = None
         self._unsaid: list[str] = []
         self._num_failed = 0  # checkpoints in a row that couldn't be written
@@ -134,17 +132,13 @@ class Folder:
                     problem = error
                 directory = ranks.share("" if own is None else str(own))
                 try:
-                    if directory:
-                        fill(Path(directory))
+                    failure = caught(partial(fill, Path(directory))) if directory else None
                 except OSError as error:
                     problem = error
-                except Exception as error:
-                    failure = recognise(error)
-                    if failure is None:
-                        raise
-                    # The update that it is of was made: training goes on, and the next checkpoint may fit.
-                    clear_frames(error)
-                    problem = OSError(errno.ENOMEM, f"memory ran out: {failure.text or type(error).__name__}")
+                else:
+                    if failure is not None:
+                        # The update that it is of was made: training goes on, and the next checkpoint may fit.
+                        problem = OSError(errno.ENOMEM, f"memory ran out: {failure.text or failure.source}")
                 failed = ranks.any(problem is not None)
                 is_full = failed and ranks.any(problem is not None and problem.errno in FULL)
                 if own is not None and not failed:
@@ -299,7 +293,7 @@ class Folder:
         self.skipped = tuple(f"{name}: {reason}" for name, reason in sorted(skipped.items()))
         for text in self.skipped:
             used = "there is no other" if latest is None else f"{latest.path.name} is used"
-            self._announce(f"the checkpoint {text}; {used} ({self.path})")
+            _log.warning(f"the checkpoint {text}; {used} ({self.path})")
         return latest
 
     def _find_latest(self) -> tuple[Checkpoint | None, dict[str, str]]:
@@ -462,7 +456,7 @@ class Folder:
 
     def _say(self) -> None:
         while self._unsaid:
-            self._announce(self._unsaid.pop(0))
+            _log.warning(self._unsaid.pop(0))
 
 
 def _final_name(hidden: Path) -> str:

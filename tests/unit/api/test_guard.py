@@ -885,3 +885,73 @@ def test_a_moving_average_that_runs_out_leaves_a_broken_update():
     average.update_parameters = update
     with pytest.raises(memfit.BrokenUpdate):
         guard.step(lambda model, batch: model(batch).sum(), torch.ones(3, 4))
+
+
+class Counting(nn.Module):
+    """Counts its forward passes, in a buffer and in an attribute, and averages what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("constant", torch.ones(3))
+        self.passes = 0
+
+    def forward(self, inputs):
+        self.steps += 1
+        self.passes += 1
+        return self.norm(self.layer(inputs)) * self.constant.sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_model_counts_is_said_to_move_with_each_micro_batch(accumulate):
+    plain, guarded = Counting(), Counting()
+    for _ in range(2 * accumulate):
+        mean(plain, BATCH)
+    options = memfit.GuardOptions(remember=False, micro_batch_size=4)
+    optimizer = torch.optim.SGD(guarded.parameters(), lr=0.1)
+    guard = memfit.Guard(guarded, optimizer, plan=None, accumulate=accumulate, options=options)
+
+    results = [guard.step(mean, BATCH) for _ in range(2 * accumulate)]
+
+    # THEN the counts are not those of a plain loop, and every step says so
+    assert int(guarded.steps) == guarded.passes == 2 * plain.passes
+    assert int(guarded.norm.num_batches_tracked) == int(plain.norm.num_batches_tracked)
+    said = "the forward pass changes 'passes' and 1 more once per micro-batch"
+    assert all(said in result.approximate for result in results)
+
+
+def test_what_a_model_counts_in_whole_batches_is_not_spoken_of():
+    model = Counting()
+    guard = memfit.Guard(model, torch.optim.SGD(model.parameters()), options=memfit.GuardOptions(remember=False))
+
+    assert [guard.step(mean, BATCH).approximate for _ in range(2)] == ["", ""]
+    assert int(model.steps) == 2
+
+
+def branching(model, batch):
+    """A sum over samples where there are few, a mean where there are many."""
+    each = model(batch).square().mean(1)
+    return each.sum() / 4 if len(batch) < 24 else each.mean()
+
+
+def with_maximum(model, batch):
+    outputs = model(batch)
+    return outputs.square().mean() + 1e-4 * outputs.max()
+
+
+@pytest.mark.parametrize("loss", [branching, with_maximum])
+def test_losses_that_are_no_means_but_look_like_ones_are_run_as_a_whole(loss, caplog):
+    batches = torch.randn(3, 32, 4, generator=torch.Generator().manual_seed(2))
+    guard, model = small(micro_batch_size=8)
+    _, plain = small()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+
+    for batch in batches:
+        guard.step(loss, batch)
+        optimizer.zero_grad()
+        loss(plain, batch).backward()
+        optimizer.step()
+
+    assert "Batches are run as a whole" in caplog.text
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))

@@ -1,5 +1,6 @@
 """The public names of the integrations, with a trainer of our own in place of the libraries'."""
 
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -16,8 +17,10 @@ from memfit.api.integrations import (
     install_lightning,
     install_transformers,
 )
+from memfit.core import env
 from memfit.core.errors import BadInput
 from memfit.core.guarding import BrokenUpdate, CannotFit, GuardOptions
+from memfit.core.run_events import RunRequest
 
 
 class Accelerator:
@@ -383,10 +386,9 @@ def test_an_update_without_passes_is_the_library_s_own_business():
 
 
 def test_checkpoints_stay_the_library_s(tmp_path, monkeypatch):
-    from memfit.core import run_events
-
-    request = run_events.RunRequest(checkpoint=str(tmp_path / "checkpoints"))
-    monkeypatch.setattr(run_events, "current", lambda: request)
+    request = RunRequest(checkpoint=str(tmp_path / "checkpoints"))
+    (tmp_path / "request.json").write_text(json.dumps(request.to_json()))
+    monkeypatch.setenv(env.RUN_REQUEST, str(tmp_path / "request.json"))
 
     Library(Case("cnn"))
 

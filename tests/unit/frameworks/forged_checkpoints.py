@@ -25,6 +25,6 @@ def forge(checkpoint, name, content):
     """Puts something else into a file of a checkpoint, with a manifest to match."""
     (checkpoint / name).write_bytes(content)
     manifest = checkpoint_manifest.read(checkpoint)
-    files = {**manifest.files, name: checkpoint_manifest.Entry(len(content), hashlib.sha256(content).hexdigest())}
+    files = {**manifest.files, name: checkpoint_manifest.FileEntry(len(content), hashlib.sha256(content).hexdigest())}
     forged = checkpoint_manifest.Manifest(manifest.number, manifest.step, manifest.created, files, manifest.info)
     (checkpoint / checkpoint_manifest.NAME).write_bytes(forged.to_bytes())

@@ -125,10 +125,9 @@ def test_a_resumed_run_knows_the_best_so_far(tmp_path):
         resumed.offer(1, higher_is_better=True)
 
 
-def test_a_full_disk_keeps_the_one_before(tmp_path):
-    said = []
+def test_a_full_disk_keeps_the_one_before(tmp_path, caplog):
     model = Plain()
-    best = Best(model, lambda: 3, Folder(tmp_path, keep=1, announce=said.append))
+    best = Best(model, lambda: 3, Folder(tmp_path, keep=1))
     model.value = 7
     best.offer(1, higher_is_better=True)
 
@@ -138,7 +137,7 @@ def test_a_full_disk_keeps_the_one_before(tmp_path):
     model.write = full
 
     assert not best.offer(2, higher_is_better=True)
-    assert "the disk is full" in said[0]
+    assert "the disk is full" in caplog.messages[0]
     assert best.score == 1
     best.load_into()
     assert model.value == 7
@@ -153,8 +152,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 
 def test_files_that_are_gone_are_told(tmp_path):
-    said = []
-    best = Best(Plain(), lambda: 5, Folder(tmp_path, announce=said.append))
+    best = Best(Plain(), lambda: 5, Folder(tmp_path))
     best.offer(1, higher_is_better=True)
     (tmp_path / "step-000000005" / "value").unlink()
 

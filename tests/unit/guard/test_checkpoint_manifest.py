@@ -13,7 +13,7 @@ from memfit.guard.checkpoint_manifest import (
     MAX_BYTES,
     NAME,
     Damaged,
-    Entry,
+    FileEntry,
     Manifest,
     NotOurs,
     OtherVersion,
@@ -23,7 +23,9 @@ from memfit.guard.checkpoint_manifest import (
     read,
 )
 
-MANIFEST = Manifest(3, 40, "2026-01-02T03:04:05+00:00", {"a/b.bin": Entry(5, "0" * 64)}, {"score": 0.5, "x": [1, None]})
+MANIFEST = Manifest(
+    3, 40, "2026-01-02T03:04:05+00:00", {"a/b.bin": FileEntry(5, "0" * 64)}, {"score": 0.5, "x": [1, None]}
+)
 
 
 def changed(**entries):
@@ -140,7 +142,7 @@ def test_a_fifo_is_not_waited_for(tmp_path):
         read(tmp_path)
     os.mkfifo(tmp_path / "a")
     with pytest.raises(Damaged, match="it is a FIFO"):
-        check(tmp_path, Manifest(1, 1, "", {"a": Entry(0, "")}), checksums=True)
+        check(tmp_path, Manifest(1, 1, "", {"a": FileEntry(0, "")}), checksums=True)
 
 
 def test_links_are_not_followed(tmp_path):

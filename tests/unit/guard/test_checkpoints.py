@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import random
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,14 +44,25 @@ def names(path):
     return sorted(entry.name for entry in Path(path).iterdir() if entry.name != ".lock")
 
 
+@contextmanager
+def listening():
+    """What is logged meanwhile."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("memfit").addHandler(handler)
+    yield said
+    logging.getLogger("memfit").removeHandler(handler)
+
+
 @pytest.fixture
 def said():
-    return []
+    with listening() as said:
+        yield said
 
 
 @pytest.fixture
 def folder(tmp_path, said):
-    folder = Folder(tmp_path / "run", announce=said.append)
+    folder = Folder(tmp_path / "run")
     yield folder
     folder.close()
 
@@ -107,8 +120,7 @@ def test_the_newest_is_the_one_written_last_not_the_highest_step(tmp_path):
 def test_any_damage_is_noticed_and_the_one_before_is_used(tmp_path_factory, data):
     # GIVEN two checkpoints
     path = tmp_path_factory.mktemp("damage")
-    said = []
-    folder = Folder(path, announce=said.append)
+    folder = Folder(path)
     write(folder, 1)
     write(folder, 2)
 
@@ -125,7 +137,8 @@ def test_any_damage_is_noticed_and_the_one_before_is_used(tmp_path_factory, data
 
     # THEN the older is used, and the reason is told
     try:
-        latest = folder.latest()
+        with listening() as said:
+            latest = folder.latest()
     except BadCheckpoint as error:
         # What may be of a later version is not passed over.
         assert "another version" in str(error) and name == "manifest.json"
@@ -163,7 +176,7 @@ def test_nothing_whole_is_none(folder, said):
 
 def test_damaged_ones_go_and_never_count_as_kept(tmp_path, said):
     # GIVEN a folder that keeps one checkpoint, and that one has a bad byte
-    folder = Folder(tmp_path, keep=1, announce=said.append)
+    folder = Folder(tmp_path, keep=1)
     write(folder, 140)
     (tmp_path / "step-000000140" / "model.bin").write_bytes(b"x" * 5000)
     assert folder.latest() is None
@@ -233,7 +246,7 @@ def test_checkpoints_of_another_version_are_refused_and_stay(folder):
 @pytest.mark.parametrize("what", ["manifest.json", "model.bin", "run"])
 def test_what_cannot_be_read_is_neither_passed_over_nor_removed(folder, said, monkeypatch, what):
     # GIVEN checkpoints on a file system that fails from some moment on
-    monkeypatch.setattr(checkpoints, "_RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     for step in (1, 2, 3):
         write(folder, step)
     plain, scan, failing = os.open, os.scandir, [True] * 100
@@ -422,7 +435,7 @@ def test_an_error_of_the_writer_is_its_own(folder):
 def test_a_folder_that_is_a_file(tmp_path, said):
     path = tmp_path / "file"
     path.write_text("not a folder")
-    folder = Folder(path, announce=said.append)
+    folder = Folder(path)
 
     assert not write(folder, 1)
     assert "it is a file, and a folder is needed" in said[0]
@@ -459,10 +472,11 @@ def run_in_mount(tmp_path, options, code):
 
 
 FULL = """
-import sys
+import logging, sys
 from memfit.guard.checkpoints import Folder
 said = []
-folder = Folder(sys.argv[1] + "/run", announce=said.append)
+logging.getLogger("memfit").warning = said.append
+folder = Folder(sys.argv[1] + "/run")
 def fill(size):
     def do(directory):
         with (directory / "model.bin").open("wb") as file:
@@ -488,7 +502,7 @@ def test_a_disk_that_is_really_full(tmp_path):
 
 
 READ_ONLY = """
-import subprocess, sys
+import logging, subprocess, sys
 from memfit.core.errors import BadFile
 from memfit.guard.checkpoints import Folder
 said = []
@@ -496,7 +510,8 @@ first = Folder(sys.argv[1])
 first.write(1, lambda directory: (directory / "a").write_text("a"))
 first.close()
 subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
-folder = Folder(sys.argv[1], announce=said.append)
+logging.getLogger("memfit").warning = said.append
+folder = Folder(sys.argv[1])
 print(folder.latest().step, folder.write(2, lambda directory: None), "the file system is read-only" in said[0])
 try:
     folder.claim()
@@ -534,7 +549,7 @@ def child(code, *arguments, **options):
 @pytest.mark.skipif(possession.fcntl is None, reason="no locks on this system")
 def test_the_folder_of_a_living_run_is_refused_and_of_a_dead_one_taken_over(tmp_path, said):
     # GIVEN another run that writes to the folder
-    folder = Folder(tmp_path, announce=said.append)
+    folder = Folder(tmp_path)
     with child(HOLD, tmp_path, stdin=subprocess.PIPE) as other:
         assert other.stdout.readline() == "ready\n"
 
@@ -624,12 +639,13 @@ def test_the_end_of_the_process_waits_for_the_last_checkpoint(tmp_path):
 
 
 FAIL_LATE = """
-import sys
+import logging, sys
 from memfit.guard import checkpoints
+logging.basicConfig(stream=sys.stdout)
 def broken(path):
     raise OSError(28, "No space left on device")
 checkpoints.manifests.describe = broken
-folder = checkpoints.Folder(sys.argv[1], announce=print)
+folder = checkpoints.Folder(sys.argv[1])
 folder.write(7, lambda directory: None, asynchronous=True)
 """
 
@@ -642,7 +658,7 @@ def test_a_failure_after_the_last_line_of_the_program_is_announced(tmp_path):
 WRITE_FOREVER = """
 import itertools, sys
 from memfit.guard.checkpoints import Folder
-folder = Folder(sys.argv[1], keep=int(sys.argv[2]), announce=lambda text: None)
+folder = Folder(sys.argv[1], keep=int(sys.argv[2]))
 latest = folder.latest()
 for step in itertools.count(1 if latest is None else latest.step + 1):
     def fill(directory):
@@ -663,8 +679,8 @@ def check_killed_writers(path, num_kills, keep):
             time.sleep(generator.random() * 0.1)
             os.kill(process.pid, signal.SIGKILL)
             reported = int((first + process.stdout.read()).split()[-1])
-        said = []
-        latest = Folder(path, announce=said.append).latest()
+        with listening() as said:
+            latest = Folder(path).latest()
         assert said == []
         assert latest.step >= reported
         assert (latest.path / "b.bin").read_text() == str(latest.step)
@@ -708,7 +724,7 @@ def test_a_copy_of_the_folder_does_not_let_another_run_in(folder, tmp_path):
     write(folder, 2)
 
     # THEN another process is kept out
-    code = f"from memfit.guard.checkpoints import Folder; Folder({str(folder.path)!r}, announce=print).claim()"
+    code = f"from memfit.guard.checkpoints import Folder; Folder({str(folder.path)!r}).claim()"
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "in use by another run" in done.stderr

@@ -4,33 +4,13 @@ Keras has one `fit` per backend, and `keras.Model` inherits it. It is replaced i
 models, subclasses and a `fit` of the user's own that calls Keras's are all reached, however the script imports them.
 """
 
-import functools
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
+from memfit.core.replaced_methods import Instead, replace_method
 from memfit.core.run_events import note
 
-GuardedFit = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Takes Keras's own method, the model, and the arguments of the call."""
 
-
-def install(module: ModuleType, guarded_fit: GuardedFit) -> None:
+def install(module: ModuleType, guarded_fit: Instead) -> None:
     """Sends every `fit` of this process through a guard."""
     note("keras", backend=module.backend.backend())
-    replace_method(module, "fit", guarded_fit)
-
-
-def replace_method(module: ModuleType, name: str, instead: GuardedFit) -> None:
-    """Has a method of every model call `instead`, which is given Keras's own; the first to ask wins."""
-    owner = next((kind for kind in module.Model.__mro__ if name in vars(kind)), None)
-    if owner is None or hasattr(getattr(owner, name), "_memfit_plain"):
-        return
-    plain = getattr(owner, name)
-
-    @functools.wraps(plain)
-    def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        return instead(plain, self, arguments, named)
-
-    method._memfit_plain = plain  # type: ignore[attr-defined]
-    setattr(owner, name, method)
+    replace_method(module.Model, "fit", guarded_fit)

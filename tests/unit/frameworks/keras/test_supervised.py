@@ -52,11 +52,3 @@ def test_the_supervisor_learns_of_keras_and_its_backend(package, tmp_path, monke
 
     (event,) = read_events(tmp_path)
     assert (event["event"], event["backend"]) == ("keras", "jax")
-
-
-def test_a_package_without_fit_is_left_alone():
-    package = SimpleNamespace(Model=object)
-
-    supervised.replace_method(package, "fit", guarded)
-
-    assert package.Model is object

@@ -14,10 +14,10 @@ import keras
 
 from memfit.core.device import Device
 from memfit.core.estimate import Note
+from memfit.core.replaced_methods import replace_method
 from memfit.core.settings import Settings
 from memfit.core.trace import Trace
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.supervised import replace_method
 
 
 class FirstBatch(BaseException):
@@ -114,4 +114,4 @@ def end_at_fit(module: ModuleType, found: Callable[[FirstBatch], None]) -> None:
             model.train_function = None
 
     for name in ("fit", "train_on_batch"):
-        replace_method(module, name, stop)
+        replace_method(module.Model, name, stop)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from memfit.frameworks.torch.apply.deferred_logits import (
-    Autocast,
+    AutocastState,
     DeferredLogits,
     Recipe,
     Steps,
@@ -92,7 +92,7 @@ def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe 
         weight = weight.t()
     if hidden.shape[-1] != weight.shape[1] or hidden.device != weight.device:
         return None
-    return Recipe(hidden, weight, bias, Autocast.now(hidden.device.type))
+    return Recipe(hidden, weight, bias, AutocastState.now(hidden.device.type))
 
 
 def _in_checkpoint() -> bool:
@@ -134,7 +134,7 @@ class _Work:
     dtype: torch.dtype | None
     """Of the linear layer's output; None where logits are given."""
     options: dict[str, Any]
-    autocast: Autocast
+    autocast: AutocastState
     num_chunks: int
 
     def losses(self, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor:
@@ -165,7 +165,7 @@ def _chunked(
 ) -> torch.Tensor:
     class_weight, reduction = given.pop("weight", None), given.pop("reduction", "mean")
     steps, dtype = ((), None) if recipe is None else (recipe.steps, recipe.dtype)
-    work = _Work(function, steps, dtype, given, Autocast.now(source.device.type), num_chunks)
+    work = _Work(function, steps, dtype, given, AutocastState.now(source.device.type), num_chunks)
     rows = source.reshape(-1, source.shape[-1])
     by_class = not target.is_floating_point()
     flat = target.reshape(-1) if by_class else target

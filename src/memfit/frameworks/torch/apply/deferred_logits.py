@@ -24,21 +24,21 @@ Steps = tuple[tuple[Callable[..., Any], _Arguments, _Options], ...]
 _DTYPES = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 
 
-class Autocast(NamedTuple):
-    """Autocast as it was when something was called, to be the same when it is computed later."""
+class AutocastState(NamedTuple):
+    """AutocastState as it was when something was called, to be the same when it is computed later."""
 
     device_type: str
     enabled: bool
     dtype: torch.dtype
 
     @classmethod
-    def now(cls, device_type: str) -> "Autocast":
+    def now(cls, device_type: str) -> "AutocastState":
         """The state for a type of device."""
         return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
     def again(self) -> AbstractContextManager[Any]:
         """This state, for as long as it lasts."""
-        if Autocast.now(self.device_type) == self:
+        if AutocastState.now(self.device_type) == self:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 
@@ -71,7 +71,7 @@ class Recipe:
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    autocast: Autocast
+    autocast: AutocastState
     steps: Steps = ()
     classes_second: bool = False
 

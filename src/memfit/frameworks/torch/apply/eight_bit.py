@@ -12,7 +12,7 @@ import torch
 
 from memfit.core.errors import BadOptimizer
 from memfit.frameworks.torch.apply import bitsandbytes_kernels as kernels
-from memfit.frameworks.torch.apply.single_updates import Groups, counts_on_device
+from memfit.frameworks.torch.apply.single_updates import OptionGroups, counts_on_device
 from memfit.frameworks.torch.apply.tensor_memory import dense, simulated
 from memfit.frameworks.torch.shapes.shapes import HALVES
 
@@ -39,7 +39,7 @@ class EightBitUpdates:
             raise BadOptimizer("8-bit optimizer states have no amsgrad. Set amsgrad=False, or leave this move out.")
         kernels.load()
         self._optimizer = optimizer
-        self._groups = Groups(optimizer)
+        self._groups = OptionGroups(optimizer)
         self._tables: dict[tuple[bool, torch.device], torch.Tensor] = {}
         for parameter, state in optimizer.state.items():
             self._shrink(parameter, state)
@@ -142,14 +142,16 @@ class EightBitUpdates:
         for start in range(0, values.numel(), part):
             here = slice(start, start + part)
             blocks = slice(start // kernels.BLOCK_8BIT, (start + part) // kernels.BLOCK_8BIT)
-            options.update_narrow(
-                values[here],
-                gradient[here],
-                [codes[here] for codes in moments],
-                [largest[blocks] for largest in scales],
-                tables,
-                by_kernel=by_kernel,
-            )
+            codes, largest = [moment[here] for moment in moments], [scale[blocks] for scale in scales]
+            if by_kernel:
+                options.update_by_kernel(values[here], gradient[here], codes, largest, tables)
+                continue
+            floats = [*map(kernels.dequantize_8bit, codes, largest, tables)]
+            options.update(values[here], gradient[here], *floats)
+            for moment, own, own_scales, numbers in zip(floats, codes, largest, tables, strict=True):
+                new_codes, new_scales = kernels.quantize_8bit(moment, numbers)
+                own.copy_(new_codes)
+                own_scales.copy_(new_scales)
 
     def _table(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         key = (name == MOMENTS[0], parameter.device)
@@ -184,29 +186,14 @@ class _Options:
         if exact is not values:
             values.copy_(exact)
 
-    def update_narrow(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        codes: list[torch.Tensor],
-        scales: list[torch.Tensor],
-        tables: list[torch.Tensor],
-        *,
-        by_kernel: bool,
+    def update_by_kernel(
+        self, values: torch.Tensor, gradient: torch.Tensor, codes: list[Any], scales: list[Any], tables: list[Any]
     ) -> None:
-        """Updates parameters with moments of 8 bits, by one kernel without temporaries where there is one."""
-        if by_kernel:
-            numbers = (*self.betas, 0.0, 0.0, self.epsilon, self.step, self.rate)
-            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
-                "adam", gradient.to(values.dtype), values, *codes, *numbers, *tables, *scales, self.decay, 1.0, False
-            )
-            return
-        first, second = map(kernels.dequantize_8bit, codes, scales, tables)
-        self.update(values, gradient, first, second)
-        for index, moment in enumerate((first, second)):
-            new_codes, new_scales = kernels.quantize_8bit(moment, tables[index])
-            codes[index].copy_(new_codes)
-            scales[index].copy_(new_scales)
+        """The same with moments of 8 bits, without temporaries."""
+        numbers = (*self.betas, 0.0, 0.0, self.epsilon, self.step, self.rate)
+        torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
+            "adam", gradient.to(values.dtype), values, *codes, *numbers, *tables, *scales, self.decay, 1.0, False
+        )
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

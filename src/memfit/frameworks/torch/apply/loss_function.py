@@ -96,11 +96,7 @@ def _beside(criterion: Any, target: Any) -> Any:
     if not isinstance(criterion, torch.nn.Module) or not isinstance(target, torch.Tensor):
         return criterion
     moved = {name: one.to(target.device) for name, one in criterion.named_buffers() if one.device != target.device}
-    return functools.partial(_called_with, criterion, moved) if moved else criterion
-
-
-def _called_with(criterion: torch.nn.Module, buffers: dict[str, torch.Tensor], *given: Any) -> Any:
-    return torch.func.functional_call(criterion, buffers, given)
+    return (lambda *given: torch.func.functional_call(criterion, moved, given)) if moved else criterion
 
 
 def _called(model: Any, inputs: Any) -> Any:

@@ -46,7 +46,7 @@ class SingleUpdates:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = Groups(optimizer)
+        self._groups = OptionGroups(optimizer)
         self._step = plain_step(optimizer)
         self._entries: dict[torch.Tensor, _Entry] = {}
         # A model on several devices runs its backward pass in as many threads.
@@ -148,7 +148,7 @@ class HostUpdates:
         """Moves the state back to where the parameters are."""
         self._last_bytes = self.host_bytes
         self._single.close()
-        groups = Groups(self._optimizer)
+        groups = OptionGroups(self._optimizer)
         for parameter, state in self._optimizer.state.items():
             _move(state, parameter.device, counters=counts_on_device(groups.of(parameter)))
         self._copies.clear()
@@ -167,7 +167,7 @@ def _move(state: dict[str, Any], device: torch.device, *, counters: bool = True)
             state[name] = value.to(device)
 
 
-class Groups:
+class OptionGroups:
     """Finds the group of options that a parameter belongs to; a loaded checkpoint makes groups anew."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

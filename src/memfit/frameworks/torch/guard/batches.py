@@ -30,7 +30,7 @@ AGAIN = "again"  # gives its batches again when it is iterated over again
 ONCE = "once"  # a generator or another iterator
 
 
-class _Position(TypedDict):
+class _SavedPosition(TypedDict):
     """Where a run is in its data."""
 
     epoch: Count
@@ -56,17 +56,8 @@ class _Begin(TypedDict):
 class _States(TypedDict):
     """Random states from which the order of the data was drawn."""
 
-    random: "_Random"
+    random: dict[str, Any]
     own: dict[str, Any]
-
-
-class _Random(TypedDict):
-    """A state of random generators, as `RandomState.to_tree` makes it."""
-
-    python: Any
-    torch_cpu: Any
-    cuda: list[Any]
-    numpy: Any
 
 
 class Batches:
@@ -122,14 +113,14 @@ class Batches:
 
     def check(self, state: Any) -> None:
         """Refuses what can't be a position, for `load`."""
-        problem = mismatch(state, _Position)
+        problem = mismatch(state, _SavedPosition)
         if not problem and state["is_running"]:
             problem = mismatch(state["begin"], _Begin)
         if problem:
             raise BadCheckpoint(f"the saved position in the data is invalid: {problem}")
         check_generators(state["now"])
         if state["is_running"]:
-            check_random(RandomState.from_tree(state["begin"]["sources"]["random"]))
+            check_random(RandomState(state["begin"]["sources"]["random"]))
             check_generators(state["begin"]["sources"]["own"])
 
     def load(self, state: dict[str, Any]) -> None:

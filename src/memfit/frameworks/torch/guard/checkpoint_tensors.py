@@ -6,6 +6,7 @@ distributed checkpoint in the safetensors format, which finds the parts that eac
 wrote and read. PyTorch's own format isn't used: it begins with a pickled file.
 """
 
+import json
 import math
 import warnings
 from collections import defaultdict
@@ -22,14 +23,25 @@ from memfit.core.errors import BadInput
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import TensorEntry, TensorFile, array_entry
 
+_TREE = "memfit.tree"
 
-def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Writes dense tensors, and arrays of numpy, into one file."""
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], tree: Any = None) -> None:
+    """Writes dense tensors, and arrays of numpy, into one file, with the tree that they belong to, if it is given."""
     entries = [
         tensor_entry(name, value) if isinstance(value, torch.Tensor) else array_entry(name, value)
         for name, value in tensors.items()
     ]
-    tensor_file.write(path, entries, {"format": "pt"})
+    text = {} if tree is None else {_TREE: json.dumps(tree, allow_nan=False)}
+    tensor_file.write(path, entries, {"format": "pt", **text})
+
+
+def read_tree(file: TensorFile) -> Any:
+    """The tree that was written into a file; None for one that holds tensors alone, whoever wrote it."""
+    try:
+        return json.loads(file.metadata.get(_TREE, "null"))
+    except (ValueError, RecursionError):
+        raise BadCheckpoint(f"{file.path} is damaged: what it says of its tensors is no JSON") from None
 
 
 def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
@@ -96,7 +108,7 @@ def is_shard(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
-class Encoder(state_tree.Encoder):
+class TensorEncoder(state_tree.Encoder):
     """Turns values into JSON and collects their tensors; arguments as for `core.state_tree.Encoder`."""
 
     def __init__(self, *, skips_functions: bool = False) -> None:
@@ -146,7 +158,7 @@ class Encoder(state_tree.Encoder):
         return tag
 
 
-class Decoder(state_tree.Decoder):
+class TensorDecoder(state_tree.Decoder):
     """Turns JSON back into values; tensors that were not on the CPU are put on the device `home`."""
 
     def __init__(self, file: TensorFile, home: torch.device | None = None) -> None:

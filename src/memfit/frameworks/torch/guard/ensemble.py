@@ -14,7 +14,7 @@ import torch
 
 from memfit.core.errors import BadInput
 from memfit.core.guarding import CannotFit
-from memfit.core.oom import clear_frames, recognise
+from memfit.core.oom import caught
 from memfit.frameworks.torch import oom
 from memfit.frameworks.torch.apply.micro_batches import places, split
 from memfit.frameworks.torch.guard import parameters, release_model
@@ -98,19 +98,20 @@ class Ensemble:
     def _output(self, name: str, model: Any, batch: Any, size: int | None) -> tuple[Any, int | None]:
         """(the output of one batch, samples of a pass from now on)."""
         samples = common_first_dimension(batch)
+        outputs: list[Any] = []
+
+        def run() -> None:
+            outputs.clear()
+            parts = split(batch, count)
+            outputs.extend(self._pass(model, part) for part in parts)
+            if count > 1:
+                outputs[:] = [join(outputs, list(map(common_first_dimension, parts)))]
+
         while True:
             count = 1 if size is None or samples is None else -(-samples // size)
-            try:
-                if count == 1:
-                    return self._pass(model, batch), size
-                parts = split(batch, count)
-                return join([self._pass(model, part) for part in parts], list(map(common_first_dimension, parts))), size
-            except Exception as error:
-                failure = recognise(error)
-                if failure is None:
-                    raise
-                clear_frames(error)
-            # Outside of the except block, whose exception would hold what must go.
+            failure = caught(run)
+            if failure is None:
+                return outputs[0], size
             oom.release()
             if samples is None or samples <= count:
                 parts_tried = "a batch that can't be split" if samples is None else "one sample at a time"

@@ -36,8 +36,8 @@ from memfit.frameworks.torch.guard import state as run_state
 from memfit.frameworks.torch.guard.batches import Batches
 from memfit.frameworks.torch.guard.library_steps import unwrapped
 from memfit.frameworks.torch.guard.parameters import device_of, storage_bytes
-from memfit.frameworks.torch.guard.ranks import Ranks, ranks_of
-from memfit.frameworks.torch.guard.transaction import Entry, Loss, Passes, Transaction
+from memfit.frameworks.torch.guard.ranks import TrainingRanks, ranks_of
+from memfit.frameworks.torch.guard.transaction import Loss, Passes, Transaction, WindowBatch
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.trace import loss_probe as probe
@@ -84,7 +84,7 @@ class TorchLoop(GuardedLoop):
         self._clip_norm = clip_norm
         self._commits = commits
         self._draws = False  # whether the loss draws numbers that no part of a batch gets again
-        self.ranks: Ranks = ranks_of(model)
+        self.ranks: TrainingRanks = ranks_of(model)
         self.transaction = Transaction(
             model, optimizer, self.ranks, scaler=scaler, clip=self._clip, after_update=self._after_update
         )
@@ -104,7 +104,7 @@ class TorchLoop(GuardedLoop):
     # One step.
 
     @contextmanager
-    def window(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Iterator[Entry]:
+    def window(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Iterator[WindowBatch]:
         """Takes a batch into the window, a new one where none is open; one that ends in an exception is dropped."""
         transaction = self.transaction
         if not transaction.entries:
@@ -308,34 +308,22 @@ class TorchLoop(GuardedLoop):
 
     def _probed_weighting(self, loss: Loss, batch: Any) -> tuple[Weighting | None, str]:
         # What was left over from the failed step may have been in the way.
+        plain_loss = as_loss(loss)
         for max_samples in (probe.MAX_SAMPLES, probe.MAX_SAMPLES, 2):
-            finding = self._probed(loss, batch, max_samples)
-            if finding is not None:
-                self._draws = finding.is_random
-                is_assumed = finding.origin is Origin.ASSUMED and finding.weighting is not None
-                return self.assumed_weighting if is_assumed else finding.weighting, finding.reason
+            results: list[probe.Found] = []
+
+            def run(max_samples: int = max_samples, results: list[probe.Found] = results) -> None:
+                self.transaction.close()
+                results.append(probe.find_weighting(self.plain_model, plain_loss, batch, max_samples))
+
+            if caught(run) is None and not results[0].ran_out:
+                self._draws = results[0].is_random
+                is_assumed = results[0].origin is Origin.ASSUMED and results[0].weighting is not None
+                return self.assumed_weighting if is_assumed else results[0].weighting, results[0].reason
             oom.release()
         if may_be_samples(batch):
             return None, probe.UNKNOWN_LISTS
         return self.assumed_weighting, "there is no memory to try it out"
-
-    def _probed(self, loss: Loss, batch: Any, max_samples: int) -> probe.Found | None:
-        """What a probe finds out; None where memory runs out in it."""
-        ran_out, results = False, []
-
-        def watched(model: Any, part: Any) -> Any:
-            nonlocal ran_out
-            try:
-                return as_loss(loss)(model, part)
-            except Exception as error:
-                ran_out = ran_out or recognise(error) is not None
-                raise
-
-        def run() -> None:
-            self.transaction.close()
-            results.append(probe.find_weighting(self.plain_model, watched, batch, max_samples))
-
-        return results[0] if caught(run) is None and not ran_out else None
 
     def differences(self, settings: Settings) -> str:
         """What parts of a batch compute in another way than the whole."""

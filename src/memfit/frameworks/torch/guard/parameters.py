@@ -5,34 +5,32 @@ change nothing. Wrappers for several processes and `torch.compile` leave no trac
 memory are written once.
 """
 
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
-from memfit.core.errors import BadFile, BadModel
+from memfit.core.errors import BadFile, BadModel, MemfitError
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import TensorFile
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.guard.checkpoint_tensors import (
     SHARDS,
-    Decoder,
-    Encoder,
+    TensorDecoder,
+    TensorEncoder,
     copy_into,
     described,
     is_shard,
-    named_dtype,
     read_shards,
+    read_tree,
     write_tensors,
 )
 
 ADVICE = "Give what it was written with, or another folder for checkpoints."
-_SHARED = "memfit.shared"
 # Names that wrappers put into those of parameters: torch.compile and activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 Description = tuple[torch.dtype, tuple[int, ...]]
@@ -92,81 +90,16 @@ def compare(subject: str, what: str, saved: Mapping[str, Description], live: Map
         raise BadCheckpoint(f"{subject} of another {what}: {difference}. {ADVICE}")
 
 
-# One file of values, as `trial.keep` writes it.
-
-
-def write(model: Any, path: Path) -> None:
-    """Writes the values of a model's parameters and buffers; the file appears whole or not at all."""
-    encoder = Encoder()
-    tags = {name: encoder.tensor(value, name)["__tensor__"] for name, value in _plain_state(model).items()}
-    tensors: dict[str, Any] = dict(encoder.tensors)
-    shared = {name: stored for name, stored in tags.items() if name != stored}
-    if shared:
-        tensors[_SHARED] = numpy.frombuffer(json.dumps(shared).encode(), numpy.uint8)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_tensors(temporary, tensors)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise BadFile(
-            f"the parameters can't be written to {str(path)!r}: {error}. What was there before stays."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read(model: Any, path: Path) -> None:
-    """Gives a model the values in a file, one tensor at a time; what isn't of this model changes nothing."""
-    state = _plain_state(model)
-    file = TensorFile(path)
-    sources = {name: name for name in file.names() if name != _SHARED}
-    if _SHARED in file:
-        try:
-            sources |= json.loads(file.read(_SHARED, numpy.dtype("uint8")).tobytes())
-        except (ValueError, TypeError) as error:
-            raise BadCheckpoint(f"{str(path)!r} is damaged: {error}") from None
-    saved = {}
-    for name, source in sources.items():
-        if source in file:
-            # A type that the format lacks is stored as bytes: that of the live tensor decides.
-            is_known = file.dtype(source) != "uint8" or name not in state
-            dtype = named_dtype(file.dtype(source)) if is_known else state[name].dtype
-            saved[name] = described(file, {"__tensor__": source, "dtype": str(dtype).removeprefix("torch.")})
-    compare(f"{str(path)!r} is", "model", saved, state)
-    for name, tensor in state.items():
-        copy_into(file, sources[name], tensor)
-
-
-def _plain_state(model: Any) -> dict[str, torch.Tensor]:
-    if not isinstance(model, torch.nn.Module):
-        raise BadModel(f"expected a torch.nn.Module, but {type(model).__name__} was given.")
-    state = {name: value for name, (_, value) in entries_of(model).items()}
-    for name, value in state.items():
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-            raise BadModel(
-                f"{name!r} of the model is a {type(value).__name__}, not a plain tensor, and can't be kept without "
-                "pickle. Keep the state of such a model yourself."
-            )
-    return state
-
-
-# A module as a part of a checkpoint.
-
-
-def encode_module(model: torch.nn.Module, encoder: Encoder) -> dict[str, Any]:
-    """What the tree holds of a module; its tensors are in the encoder."""
-    plain = unwrapped(model)
-    entries = [[name, encoder.encode(value, name)] for name, (_, value) in entries_of(model).items()]
-    return {"class": f"{type(plain).__module__}.{type(plain).__qualname__}", "entries": entries}
+def encode_module(model: torch.nn.Module, encoder: TensorEncoder) -> list[Any]:
+    """The tree of a module, [[name, value]]; its tensors are in the encoder."""
+    return [[name, encoder.encode(value, name)] for name, (_, value) in entries_of(model).items()]
 
 
 @dataclass(slots=True)
 class Loading:
-    """What live objects will take over of a checkpoint, once all of it has been checked."""
+    """What live objects will take over of files, once all of it has been checked; `source` is what messages name."""
 
-    directory: Path
+    source: Path
     copies: list[tuple[TensorFile, str, torch.Tensor]] = field(default_factory=list)
     """File, name in it, and live tensor."""
     shards: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -174,31 +107,33 @@ class Loading:
     others: list[tuple[torch.nn.Module, dict[str, Any]]] = field(default_factory=list)
     """Modules with what they must take over by themselves, as it is no tensor of theirs."""
 
-    def add_module(self, part: str, saved: dict[str, Any], model: torch.nn.Module) -> None:
-        """Compares a module with its part of the checkpoint, and refuses what doesn't fit."""
-        file = TensorFile(self.directory / f"{part}.safetensors")
-        live, tags = entries_of(model), dict(saved["entries"])
+    def add_module(self, path: Path, model: torch.nn.Module, what: str = "model") -> None:
+        """Compares a module with the file that it was written to, and refuses what doesn't fit."""
+        file = TensorFile(path)
+        tree = read_tree(file)
+        plain_tensors = ((name, {"__tensor__": name, "dtype": file.dtype(name)}) for name in file.names())
+        live, tags = entries_of(model), dict(plain_tensors if tree is None else tree)
         tensors = {
             name: tag
             for name, tag in tags.items()
             if isinstance(tag, dict) and {"__tensor__", "__shard__"} & tag.keys()
         }
         compare(
-            f"the checkpoint {self.directory} is",
-            {"model": "model", "ema": "moving average"}[part],
+            f"the checkpoint {self.source} is",
+            what,
             {name: described(file, tag) for name, tag in tensors.items()},
             {name: value for name, (_, value) in live.items()},
         )
         plain = unwrapped(model)
         own = {_key(tensor)[:-1] for tensor in (*plain.parameters(), *plain.buffers()) if not is_shard(tensor)}
-        decoder = Decoder(file, device_of(model))
+        decoder = TensorDecoder(file, device_of(model))
         others: dict[str, Any] = {}
         seen = set()
         for name, (raw, value) in live.items():
             if name not in tags:
                 continue
             if "__shard__" in tensors.get(name, {}):
-                self.shards[f"{part}.{tags[name]['__shard__']}"] = value.detach()
+                self.shards[f"{path.stem}.{tags[name]['__shard__']}"] = value.detach()
             elif name not in tensors or _key(value)[:-1] not in own:
                 # Whatever the module makes of it: an extra state, or a tensor that only its state has.
                 others[raw] = decoder.decode(tags[name])
@@ -216,9 +151,57 @@ class Loading:
     def copy(self) -> None:
         """Gives all tensors the values in the files."""
         if self.shards:
-            read_shards(self.directory / SHARDS, self.shards)
+            read_shards(self.source / SHARDS, self.shards)
         for file, name, tensor in self.copies:
             copy_into(file, name, tensor)
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """What isn't where it should be in a checkpoint is damage."""
+    try:
+        yield
+    except (MemfitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise BadCheckpoint(f"{path} is incomplete or malformed: {error!r}") from error
+
+
+# A module in a file of its own, as `trial.keep` and `guard.best` write it.
+
+
+def write(model: Any, path: Path) -> None:
+    """Writes the values of a model's parameters and buffers; the file appears whole or not at all."""
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"expected a torch.nn.Module, but {type(model).__name__} was given.")
+    encoder = TensorEncoder()
+    tree = encode_module(model, encoder)
+    if encoder.shards:
+        raise BadModel(
+            f"{next(iter(encoder.shards))!r} of the model is spread over processes, and a file of its own holds whole "
+            "tensors. Save the state of such a model yourself."
+        )
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_tensors(temporary, encoder.tensors, tree)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise BadFile(
+            f"the parameters can't be written to {str(path)!r}: {error}. What was there before stays."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(model: torch.nn.Module, path: Path) -> None:
+    """Gives a model the values in a file, one tensor at a time; what isn't of this model changes nothing."""
+    loading = Loading(path)
+    with refusing(path):
+        loading.add_module(path, model)
+        loading.load_others()
+    loading.copy()
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:

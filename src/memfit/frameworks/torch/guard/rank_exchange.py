@@ -22,9 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memfit.core.guarding import MemoryFailure
 from memfit.core.oom import clear_frames, recognise
 from memfit.frameworks.torch import internals, oom
-from memfit.frameworks.torch.guard.ranks import Ranks
+from memfit.frameworks.torch.guard.ranks import TrainingRanks
+from memfit.frameworks.torch.rescue.retry import rerun
 from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
 # Functions of `torch.distributed` that are counted; releases before 2.13 lack the `single` ones.
@@ -51,17 +53,15 @@ def num_begun(group: Any) -> int:
 
 def surely(collective: Callable[[], Any], group: Any) -> None:
     """Runs one collective operation; tries again where it found no memory and had not begun."""
-    for attempt in range(_ATTEMPTS):
-        number = num_begun(group)
-        try:
-            collective()
-            return
-        except Exception as error:
-            has_begun = num_begun(group) != number
-            if has_begun or attempt == _ATTEMPTS - 1 or recognise(error) is None:
-                raise
-            clear_frames(error)
+    number = num_begun(group)
+
+    def make_room(failure: MemoryFailure, num_failures: int, name: str) -> bool:
+        if num_begun(group) != number or num_failures == _ATTEMPTS - 1:
+            return False
         oom.release()
+        return True
+
+    rerun(collective, make_room)
 
 
 class Done:
@@ -109,7 +109,7 @@ class Counter:
         return counted
 
 
-class ExchangingRanks(Ranks):
+class ExchangingRanks(TrainingRanks):
     """Several processes that train one model together; each method is called by all of them.
 
     A group of None is all processes; `most` numbers are exchanged at once.
@@ -242,24 +242,25 @@ class ExchangingRanks(Ranks):
 
     def _make_up(self, num_done: int, smallest: Callable[[], None]) -> None:
         """The rest of the collective operations of a pass of which some are done."""
-        for attempt in range(_ATTEMPTS):
+        counter = Counter(num_done=num_done)
+
+        def make_up() -> None:
+            nonlocal counter
             self.reset()
             oom.release()
-            counter = Counter(num_skipped=num_done)
-            try:
-                with counter.counting():
-                    self._run_smallest(smallest)
-                self.reset()
-                return
-            except Exception as error:
-                if recognise(error) is None or attempt == _ATTEMPTS - 1:
-                    error.add_note(
-                        "This process ran out of memory, and could not run the smallest part of its batch in order to "
-                        "let the other processes go on. The job ends here; resume from the last checkpoint."
-                    )
-                    raise
-                clear_frames(error)
-                num_done = max(num_done, counter.num_done)
+            counter = Counter(num_skipped=max(num_done, counter.num_done))
+            with counter.counting():
+                self._run_smallest(smallest)
+            self.reset()
+
+        try:
+            rerun(make_up, lambda failure, num_failures, name: num_failures < _ATTEMPTS - 1)
+        except Exception as error:
+            error.add_note(
+                "This process ran out of memory, and could not run the smallest part of its batch in order to let the "
+                "other processes go on. The job ends here; resume from the last checkpoint."
+            )
+            raise
 
     def _run_smallest(self, smallest: Callable[[], None]) -> None:
         # One sample has no statistics, and they are not to count.

@@ -12,7 +12,7 @@ import torch
 from memfit.core import adapter
 
 
-class Ranks(adapter.Ranks):
+class TrainingRanks(adapter.Ranks):
     """What the transaction of a step asks of the other processes; this class is a process on its own.
 
     Every method is called by all processes in one order. A failed pass is followed by `any`, never by another
@@ -48,7 +48,7 @@ class Ranks(adapter.Ranks):
         return weight
 
 
-def ranks_of(model: torch.nn.Module) -> Ranks:
+def ranks_of(model: torch.nn.Module) -> TrainingRanks:
     """How the processes that train this model work together."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         from memfit.frameworks.torch.guard.data_parallel import DataParallel
@@ -58,4 +58,4 @@ def ranks_of(model: torch.nn.Module) -> Ranks:
         from memfit.frameworks.torch.guard.fully_sharded import FullySharded
 
         return FullySharded(model)
-    return Ranks()
+    return TrainingRanks()

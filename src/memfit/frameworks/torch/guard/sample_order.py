@@ -33,11 +33,11 @@ class Sources:
 
     def read(self) -> dict[str, Any]:
         """All states at this moment, as plain data and tensors."""
-        return {"random": RandomState.now().to_tree(), "own": self.read_own()}
+        return {"random": RandomState.now().states, "own": self.read_own()}
 
     def write(self, states: dict[str, Any]) -> None:
         """Sets everything back to what `read` gave."""
-        RandomState.from_tree(states["random"]).restore()
+        RandomState(states["random"]).restore()
         self.write_own(states["own"])
 
     def read_own(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ PyTorch's own count of writes misses those of some kernels and those through `.d
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,53 +26,55 @@ _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, tuple, *_CONTAINERS)
 
 
+def _cuda_states() -> list[torch.Tensor]:
+    has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.get_rng_state_all() if has_cuda else []
+
+
+def _set_cuda_states(states: list[torch.Tensor]) -> None:
+    """Sets the generators of the devices that are here; there may be fewer than when the states were read."""
+    present = states[: torch.cuda.device_count() if torch.cuda.is_available() else 0]
+    if present:
+        torch.cuda.set_rng_state_all(present)
+
+
+_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "python": (random.getstate, random.setstate),
+    "torch_cpu": (torch.get_rng_state, torch.set_rng_state),
+    "cuda": (_cuda_states, _set_cuda_states),
+    "numpy": (numpy.random.get_state, numpy.random.set_state),
+}
+"""All that a training step may draw from: (what reads the state, what sets it)."""
+
+
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of all generators that a training step may draw from."""
+    """The states of all generators that a training step may draw from, as plain data and tensors, by their names."""
 
-    python: Any
-    torch_cpu: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
-    numpy: Any
+    states: dict[str, Any]
 
     @classmethod
     def now(cls) -> "RandomState":
         """The states at this moment."""
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        cuda = tuple(torch.cuda.get_rng_state_all()) if has_cuda else ()
-        return cls(random.getstate(), torch.get_rng_state(), cuda, numpy.random.get_state())
-
-    def to_tree(self) -> dict[str, Any]:
-        """The states as plain data and tensors."""
-        return {"python": self.python, "torch_cpu": self.torch_cpu, "cuda": [*self.cuda], "numpy": self.numpy}
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any]) -> "RandomState":
-        """What `to_tree` was made of; of devices that aren't here any more, none."""
-        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return cls(tree["python"], tree["torch_cpu"], tuple(tree["cuda"][:num_devices]), tree["numpy"])
+        return cls({name: read() for name, (read, _) in _GENERATORS.items()})
 
     def restore(self, but: frozenset[str] = frozenset()) -> None:
         """Sets all generators back, but for those named."""
-        if "python" not in but:
-            random.setstate(self.python)
-        if "torch_cpu" not in but:
-            torch.set_rng_state(self.torch_cpu)
-        if self.cuda and "cuda" not in but:
-            torch.cuda.set_rng_state_all(list(self.cuda))
-        if "numpy" not in but:
-            numpy.random.set_state(self.numpy)
+        for name, (_, write) in _GENERATORS.items():
+            if name not in but:
+                write(self.states[name])
 
     def unchanged_since(self, earlier: "RandomState") -> frozenset[str]:
         """Names of the generators that nobody has drawn from since then."""
-        is_same = {
-            "python": self.python == earlier.python,
-            "torch_cpu": torch.equal(self.torch_cpu, earlier.torch_cpu),
-            "cuda": len(self.cuda) == len(earlier.cuda) and all(map(torch.equal, self.cuda, earlier.cuda)),
-            "numpy": repr(self.numpy[2:]) == repr(earlier.numpy[2:])
-            and numpy.array_equal(self.numpy[1], earlier.numpy[1]),
-        }
-        return frozenset(name for name, same in is_same.items() if same)
+        return frozenset(name for name, state in self.states.items() if _is_same(state, earlier.states[name]))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return numpy.array_equal(one, other) if isinstance(one, numpy.ndarray) else bool(one == other)
 
 
 class Buffers:
@@ -84,16 +86,14 @@ class Buffers:
         """Names of buffers that have changed so far; None until a step has gone well."""
         self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._versions: dict[str, tuple[torch.Tensor, int]] = {}
+        self._changed: set[str] = set()  # in the last step
 
     def remember(self) -> None:
         """A step begins."""
         present = dict(self._model.named_buffers())
         copied = set(present)
         if self._changing is not None:
-            copied = self._changing | self._smallest(present)
-            for path, module in self._model.named_modules():
-                if isinstance(module, internals.NormBase):
-                    copied |= {f"{path}.{name}".lstrip(".") for name in internals.buffers_of(module)}
+            copied = self._changing | self._smallest(present) | self._of_norms()
         self._copies = {name: (buffer, buffer.detach().clone()) for name, buffer in present.items() if name in copied}
         self._versions = {name: (buffer, internals.version_of(buffer)) for name, buffer in present.items()}
 
@@ -132,8 +132,17 @@ class Buffers:
                 for name, (left, right) in self._copies.items()
                 if left.layout is not torch.strided or left.shape != right.shape or not torch.equal(left, right)
             }
-        self._changing = changed | (self._changing or set())
+        self._changed, self._changing = changed, changed | (self._changing or set())
         self._copies.clear()
+        self._versions.clear()
+
+    def changed(self) -> set[str]:
+        """Names of the buffers that the step, or the last one, has changed, but for the statistics of norms."""
+        return (set(self._written(dict(self._model.named_buffers()))) or self._changed) - self._of_norms()
+
+    def _of_norms(self) -> set[str]:
+        norms = ((path, part) for path, part in self._model.named_modules() if isinstance(part, internals.NormBase))
+        return {f"{path}.{name}".lstrip(".") for path, norm in norms for name in internals.buffers_of(norm)}
 
     def _written(self, present: dict[str, torch.Tensor]) -> Iterator[str]:
         """Names of buffers that were written to or replaced since the step began, as far as PyTorch counts."""
@@ -164,6 +173,7 @@ class Attributes:
         self._model = model
         self._values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
+        self._changed: set[str] = set()  # in the last step
 
     def remember(self) -> None:
         """A step begins."""
@@ -186,10 +196,19 @@ class Attributes:
 
     def forget(self) -> None:
         """The step went well."""
+        self._changed = self._counted()
         self._values, self._contents = [], []
 
+    def changed(self) -> set[str]:
+        """Names of the numbers that the step, or the last one, has changed."""
+        return self._counted() or self._changed
 
-class Snapshot:
+    def _counted(self) -> set[str]:
+        numbers = ((own, n, v) for own, values in self._values for n, v in values.items() if type(v) in (int, float))
+        return {name for own, name, value in numbers if own.get(name) != value}
+
+
+class WindowSnapshot:
     """What a window changes in a model, and in modules that only the loss knows: a discriminator, learned centres."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -218,6 +237,10 @@ class Snapshot:
     def size_bytes(self) -> int:
         """Bytes of the copies."""
         return sum(self._known[module][0].size_bytes for module in self._begun)
+
+    def changed(self) -> list[str]:
+        """Names of what passes of the window, or of the last one, have changed, but for the statistics of norms."""
+        return sorted(name for parts in self._known.values() for part in parts for name in part.changed())
 
     def restore(self) -> None:
         """All is as it was when the window began, or when a module came into it."""

@@ -11,14 +11,13 @@ all, and random states and positions in the data, which differ, by each process 
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memfit.core.errors import BadInput, MemfitError
+from memfit.core.errors import BadInput
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.plain_files import read_plain
 from memfit.core.tensor_file import TensorFile
@@ -26,8 +25,8 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.guard import state_checks as checks
 from memfit.frameworks.torch.guard.checkpoint_tensors import (
     SHARDS,
-    Decoder,
-    Encoder,
+    TensorDecoder,
+    TensorEncoder,
     described,
     is_shard,
     num_ranks,
@@ -43,7 +42,10 @@ from memfit.frameworks.torch.guard.parameters import (
     encode_module,
     entries_of,
     plain_name,
+    read,
+    refusing,
     unwrapped,
+    write,
 )
 from memfit.frameworks.torch.guard.snapshot import RandomState
 
@@ -69,9 +71,10 @@ def save(
         BadCheckpoint: something isn't plain data; the message says where it is.
         OSError: the files can't be written; on all processes where the parts of tensors can't.
     """
-    encoders = {"model": Encoder(), "optimizer": Encoder(), "ema": Encoder(skips_functions=True)}
-    rest, own = Encoder(skips_functions=True), Encoder()
-    parts: dict[str, Any] = {"model": encode_module(model, encoders["model"])}
+    encoders = {"model": TensorEncoder(), "optimizer": TensorEncoder(), "ema": TensorEncoder(skips_functions=True)}
+    rest, own = TensorEncoder(skips_functions=True), TensorEncoder()
+    trees: dict[str, Any] = {"model": encode_module(model, encoders["model"])}
+    parts: dict[str, Any] = {"model": {"class": _class_of(unwrapped(model))}}
     if optimizer is not None:
         groups = getattr(optimizer, "param_groups", [])
         # The state of a sharded model's optimizer is matched with its parameters, whatever its own way of saving.
@@ -84,11 +87,12 @@ def save(
         }
     for name, value in others.items():
         if name == "ema" and isinstance(value, torch.nn.Module):
-            parts[name] = encode_module(value, encoders[name])
+            trees[name] = encode_module(value, encoders[name])
+            parts[name] = {"class": _class_of(unwrapped(value))}
         elif value is not None:
             content = encoders.get(name, rest).encode(_state_of(value, name), name)
             parts[name] = {"class": _class_of(value), "state": content}
-    values = {"random": RandomState.now().to_tree(), "progress": progress or {}}
+    values = {"random": RandomState.now().states, "progress": progress or {}}
     encoded = {name: {"state": own.encode(value, name)} for name, value in values.items()}
     spread = {f"{part}.{name}": t for part, encoder in encoders.items() for name, t in encoder.shards.items()}
     if spread:
@@ -99,9 +103,11 @@ def save(
         path.write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
         return
     for name in encoders.keys() & parts.keys():
-        write_tensors(directory / f"{name}.safetensors", encoders[name].tensors)
+        write_tensors(directory / f"{name}.safetensors", encoders[name].tensors, trees.get(name))
     write_tensors(directory / "rest.safetensors", {**rest.tensors, **own.tensors})
-    _write_tree(directory, {"num_processes": num_ranks(), "is_sharded": bool(spread), **parts, **encoded})
+    content = {"format": FORMAT, "version": VERSION, "num_processes": num_ranks(), "is_sharded": bool(spread)}
+    text = json.dumps({**content, **parts, **encoded}, allow_nan=False)
+    (directory / _TREE).write_text(text, encoding="utf-8")
 
 
 def load(
@@ -126,7 +132,7 @@ def load(
     objects = {"optimizer": optimizer, "scheduler": None, "scaler": None, "ema": None, **others}
     loading, update = Loading(directory), None
     # What needs memory or may be refused comes before the first change.
-    with _refusing(directory):
+    with refusing(directory / _TREE):
         if is_sharded(model) and not tree["is_sharded"]:
             raise BadCheckpoint(
                 f"the checkpoint {directory} is of a model that was not sharded, and this one is. Go on with it "
@@ -134,16 +140,16 @@ def load(
             )
         for name, value in objects.items():
             _check_class(directory, name, tree.get(name), value)
-        rest = Decoder(TensorFile(directory / "rest.safetensors"), device_of(model))
+        rest = TensorDecoder(TensorFile(directory / "rest.safetensors"), device_of(model))
         random_state, progress = _own_values(directory, tree, rest)
-        loading.add_module("model", tree["model"], model)
+        loading.add_module(directory / "model.safetensors", model)
         states: list[tuple[Any, Any, str]] = []
         for name, value in objects.items():
             if name == "ema" and isinstance(value, torch.nn.Module):
-                loading.add_module(name, tree[name], value)
+                loading.add_module(directory / "ema.safetensors", value, "moving average")
             elif value is not None and name != "optimizer":
                 file = TensorFile(directory / ("ema.safetensors" if name == "ema" else "rest.safetensors"))
-                states.append((value, Decoder(file, device_of(model)).decode(tree[name]["state"]), name))
+                states.append((value, TensorDecoder(file, device_of(model)).decode(tree[name]["state"]), name))
         if optimizer is not None:
             update = _OptimizerState(loading, tree, model, optimizer)
         check(progress)
@@ -166,23 +172,18 @@ def load(
 class Parameters:
     """The parameters and buffers of a model, to be kept on disk or in host memory and put back."""
 
+    _FILE = "model.safetensors"
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
     def write(self, directory: Path) -> None:
         """Writes them into a directory."""
-        encoder = Encoder()
-        part = encode_module(self._model, encoder)
-        write_tensors(directory / "model.safetensors", encoder.tensors)
-        _write_tree(directory, {"model": part})
+        write(self._model, directory / self._FILE)
 
     def read(self, directory: Path, model: torch.nn.Module | None = None) -> None:
         """Puts what `write` wrote into a model, the own one if none is given; refuses what is of another model."""
-        tree, loading = _read_tree(directory), Loading(directory)
-        with _refusing(directory):
-            loading.add_module("model", tree["model"], self._model if model is None else model)
-            loading.load_others()
-        loading.copy()
+        read(self._model if model is None else model, directory / self._FILE)
 
     def copy(self, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Copies in host memory, once for a tensor with several names; `into` earlier ones, to need no more memory."""
@@ -207,7 +208,7 @@ class Parameters:
 
     @staticmethod
     def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        encoder = Encoder()
+        encoder = TensorEncoder()
         for name, (_, value) in entries_of(model).items():
             if isinstance(value, torch.Tensor):
                 encoder.tensor(value, name)
@@ -226,12 +227,12 @@ class _OptimizerState:
         saved = tree["optimizer"]
         self._loading = loading
         self._optimizer = optimizer
-        self._file = TensorFile(loading.directory / "optimizer.safetensors")
+        self._file = TensorFile(loading.source / "optimizer.safetensors")
         self._home = saved["home"]
         self._whole: Any = None
         self._states: list[tuple[Any, Any]] = []
         self._groups: list[dict[str, Any]] = []
-        decoder = Decoder(self._file, _home_of(optimizer))
+        decoder = TensorDecoder(self._file, _home_of(optimizer))
         if not tree["is_sharded"] and not _is_plain(optimizer):
             self._whole = decoder.decode(saved["state"])
             return
@@ -250,11 +251,11 @@ class _OptimizerState:
                 if type(number) is not str and type(optimizer).__module__.startswith("torch.optim"):
                     raise BadCheckpoint(f"the optimizer's state names parameter {number!r}, which doesn't exist")
                 # What an optimizer keeps for no parameter in particular.
-                self._states.append((number, Decoder(self._file).decode(entries)))
+                self._states.append((number, TensorDecoder(self._file).decode(entries)))
                 continue
             parameter, group, kept = by_number[number]
             if "__dict__" in entries:
-                state = Decoder(self._file, parameter.device).decode(entries)
+                state = TensorDecoder(self._file, parameter.device).decode(entries)
             else:
                 state = {key: self._entry(key, tag, parameter, group) for key, tag in entries.items()}
             checks.check_entries(state, parameter, optimizer, kept, f"the optimizer's state of parameter {number}")
@@ -292,14 +293,12 @@ class _OptimizerState:
             elif here != there:
                 problem = problem or f"its parameter group {index} is of {there[:3]}..., and {here[:3]}... are here"
         if problem:
-            raise BadCheckpoint(
-                f"the checkpoint {self._loading.directory} is of another optimizer: {problem}. {ADVICE}"
-            )
+            raise BadCheckpoint(f"the checkpoint {self._loading.source} is of another optimizer: {problem}. {ADVICE}")
 
     def _entry(self, key: str, tag: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
         """A value in the state of a parameter: a tensor that is there already, or a new one."""
         if not isinstance(tag, dict) or not {"__tensor__", "__shard__"} & tag.keys():
-            return Decoder(self._file, parameter.device).decode(tag)
+            return TensorDecoder(self._file, parameter.device).decode(tag)
         old = self._optimizer.state.get(parameter, {}).get(key)
         dtype, shape = described(self._file, tag)
         is_there = isinstance(old, torch.Tensor) and (old.dtype, tuple(old.shape)) == (dtype, shape)
@@ -321,7 +320,7 @@ class _OptimizerState:
         else:
             is_beside = tag.get("device", "cpu") == self._home
         device = parameter.device if is_beside else torch.device("cpu")
-        return Decoder(self._file, device).decode({**tag, "device": "any"})
+        return TensorDecoder(self._file, device).decode({**tag, "device": "any"})
 
 
 def _is_plain(optimizer: Any) -> bool:
@@ -347,17 +346,6 @@ def _names(model: torch.nn.Module, groups: list[dict[str, Any]]) -> list[list[st
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in groups]
 
 
-@contextmanager
-def _refusing(directory: Path) -> Iterator[None]:
-    """What isn't where it should be in the tree is a damaged checkpoint."""
-    try:
-        yield
-    except (MemfitError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise BadCheckpoint(f"{directory / _TREE} is incomplete or malformed: {error!r}") from error
-
-
 def _class_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
@@ -375,13 +363,15 @@ def _own_file(directory: Path) -> Path:
     return directory / f"process-{rank():05d}.json"
 
 
-def _own_values(directory: Path, tree: dict[str, Any], rest: Decoder) -> tuple[RandomState | None, dict[str, Any]]:
+def _own_values(
+    directory: Path, tree: dict[str, Any], rest: TensorDecoder
+) -> tuple[RandomState | None, dict[str, Any]]:
     """(random states of this process, None where as many processes don't read as wrote; progress)."""
     is_same = tree["num_processes"] == num_ranks()
     if is_same and rank():
         path = _own_file(directory)
-        tree, rest = _read_json(path), Decoder(TensorFile(path.with_suffix(".safetensors")))
-    random_state = RandomState.from_tree(rest.decode(tree["random"]["state"])) if is_same else None
+        tree, rest = _read_json(path), TensorDecoder(TensorFile(path.with_suffix(".safetensors")))
+    random_state = RandomState(rest.decode(tree["random"]["state"])) if is_same else None
     if random_state is not None:
         checks.check_random(random_state)
     progress = rest.decode(tree["progress"]["state"])
@@ -408,7 +398,7 @@ def _put_all(states: list[tuple[Any, Any, str]], loading: Loading) -> None:
                 value.load_state_dict(state)
             except Exception as error:
                 raise BadCheckpoint(
-                    f"the state of the {part} in {loading.directory} doesn't fit: {error}. {ADVICE}"
+                    f"the state of the {part} in {loading.source} doesn't fit: {error}. {ADVICE}"
                 ) from error
         loading.load_others()
     except BaseException:
@@ -429,12 +419,6 @@ def _check_class(directory: Path, part: str, saved: dict[str, Any] | None, value
         problem = f"is of another {what}: a {saved['class']}, and a {_class_of(live)} was given"
     if problem:
         raise BadCheckpoint(f"the checkpoint {directory} {problem}. {ADVICE}")
-
-
-def _write_tree(directory: Path, parts: dict[str, Any]) -> None:
-    content = {"format": FORMAT, "version": VERSION, **parts}
-    with (directory / _TREE).open("w", encoding="utf-8") as file:
-        json.dump(content, file, allow_nan=False)
 
 
 def _read_tree(directory: Path) -> dict[str, Any]:

@@ -28,14 +28,21 @@ _LIKE_THE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp
     {"square_avg", "acc_delta", "grad_avg", "sum", "prev", "step_size", "ax"}
 )
 
+_TAKERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "Python": lambda states: random.Random(0).setstate(states["python"]),
+    "PyTorch": lambda states: torch.Generator().set_state(states["torch_cpu"]),
+    "CUDA": lambda states: [
+        torch.Generator("cuda").set_state(state) for state in states["cuda"][: torch.cuda.device_count()]
+    ],
+    "NumPy": lambda states: numpy.random.RandomState(0).set_state(states["numpy"]),
+}
+"""Generators of their own that take the states of a `RandomState`."""
+
 
 def check_random(state: RandomState) -> None:
     """Refuses random states that no generator takes."""
-    _tried("the state of Python's random numbers", lambda: random.Random(0).setstate(state.python))
-    _tried("the state of PyTorch's random numbers", lambda: torch.Generator().set_state(state.torch_cpu))
-    for value in state.cuda:
-        _tried("the state of CUDA's random numbers", partial(torch.Generator("cuda").set_state, value))
-    _tried("the state of NumPy's random numbers", lambda: numpy.random.RandomState(0).set_state(state.numpy))
+    for whose, take in _TAKERS.items():
+        _tried(f"the state of {whose}'s random numbers", partial(take, state.states))
 
 
 def check_generators(states: Any) -> None:

@@ -29,13 +29,13 @@ from memfit.core.settings import Settings
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.apply.fitted import Fitted
 from memfit.frameworks.torch.apply.micro_batches import raw_weights, split
-from memfit.frameworks.torch.guard.ranks import Ranks
-from memfit.frameworks.torch.guard.snapshot import RandomState, Snapshot
+from memfit.frameworks.torch.guard.ranks import TrainingRanks
+from memfit.frameworks.torch.guard.snapshot import RandomState, WindowSnapshot
 from memfit.frameworks.torch.guard.update import Update
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.trace.loss_probe import part_of
-from memfit.frameworks.torch.trace.real_runs import _held
+from memfit.frameworks.torch.trace.real_runs import held_by
 
 _CHANGED_BATCH = (
     "memory ran out, and the step can't be run again: its batch was changed in place, by the loss function or by a "
@@ -49,7 +49,7 @@ Passes = Callable[[Any, float], torch.Tensor]
 
 
 @dataclass(slots=True)
-class Entry:
+class WindowBatch:
     """One batch of an accumulation window, as it can be run again."""
 
     loss: Loss
@@ -73,7 +73,7 @@ class Transaction:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        ranks: Ranks,
+        ranks: TrainingRanks,
         *,
         scaler: Any = None,
         clip: Callable[[torch.nn.Module], object] = lambda model: None,
@@ -86,14 +86,14 @@ class Transaction:
         self.extra_bytes = 0  # memory that the last snapshot took
         self._clip = clip
         self._after_update = after_update
-        self._snapshot = Snapshot(model)
+        self._snapshot = WindowSnapshot(model)
         self._update = Update(optimizer)
         self.retrying = self._update.retrying  # entered around what changes gradients in place, such as clipping
         self._fitted: Fitted | None = None
         self._window_length = 1
-        self.entries: list[Entry] = []  # the batches of the window that is open; empty when none is
+        self.entries: list[WindowBatch] = []  # the batches of the window that is open; empty when none is
         self.is_stale = False  # whether the gradients of the window are gone, so that all its batches must be run again
-        self.last_run: Entry | None = None  # the batch whose passes were run last, whether they went well or not
+        self.last_run: WindowBatch | None = None  # the batch whose passes were run last, whether they went well or not
         self.kept: list[Any] = []
         """What else passes change: has `remember`, called when a window begins, and `restore` for a roll back."""
 
@@ -125,12 +125,12 @@ class Transaction:
             kept.remember()
         self.extra_bytes = self._snapshot.size_bytes
 
-    def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> Entry:
+    def add(self, loss: Loss, batch: Any, passes: Passes | None = None) -> WindowBatch:
         """One more batch; it has yet to be run."""
         if passes is None:
-            self._snapshot.include(value for value in _held(loss) if isinstance(value, torch.nn.Module))
+            self._snapshot.include(value for value in held_by(loss) if isinstance(value, torch.nn.Module))
             self.extra_bytes = self._snapshot.size_bytes
-        entry = Entry(loss, batch, RandomState.now(), passes, versions=_versions(batch))
+        entry = WindowBatch(loss, batch, RandomState.now(), passes, versions=_versions(batch))
         before = self.entries[-1].ended if self.entries else None
         if before is not None:
             entry.goes_on = entry.random_state.unchanged_since(before)
@@ -210,7 +210,7 @@ class Transaction:
             heap.map_large_blocks(True)
         oom.release()
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: WindowBatch) -> None:
         """Takes the last batch out of the window, whose passes the user's code or the user has ended.
 
         What they have added to the gradients can't be told from the rest, so the other batches will be run again.
@@ -237,6 +237,10 @@ class Transaction:
         )
         if any(isinstance(share, float) and share > 0 for share in shares):
             differences.append("dropout draws other numbers than for the whole batch")
+        counted = self._snapshot.changed()
+        if counted:
+            others = f" and {len(counted) - 1} more" if len(counted) > 1 else ""
+            differences.append(f"the forward pass changes {counted[0]!r}{others} once per micro-batch")
         return "; ".join(differences)
 
     # Parts.
@@ -246,8 +250,8 @@ class Transaction:
             return MemoryFailure(oom.where_of(self.model), "another rank", text="another process ran out of memory")
         return failure
 
-    def _run(self, entry: Entry, settings: Settings) -> None:
-        passes = _Passes(entry, self.refit(settings), self.scaler, self.ranks, self._window_length)
+    def _run(self, entry: WindowBatch, settings: Settings) -> None:
+        passes = _PassesOfBatch(entry, self.refit(settings), self.scaler, self.ranks, self._window_length)
         with passes.statistics or nullcontext():
             self.ranks.run(entry.num_parts, passes.run_part, passes.smallest)
         passes.end()
@@ -318,32 +322,29 @@ def _versions(batch: Any) -> tuple[int, ...]:
     return tuple(internals.version_of(tensor) for tensor in tensors_in(batch))
 
 
-class _Passes:
+class _PassesOfBatch:
     """Passes of the parts of a batch; afterwards gradients are those of its loss, times the weight of its entry."""
 
-    def __init__(self, entry: Entry, fitted: Fitted, scaler: Any, ranks: Ranks, window_length: int) -> None:
+    def __init__(
+        self, entry: WindowBatch, fitted: Fitted, scaler: Any, ranks: TrainingRanks, window_length: int
+    ) -> None:
         self._entry = entry
         self._fitted = fitted
         self._scaler = scaler
         self._ranks = ranks
         entry.num_parts = fitted.num_parts(entry.batch)
         self._parts = split(entry.batch, entry.num_parts)
-        weighting = fitted.settings.weighting
-        self._weights = raw_weights(self._parts, weighting)
         # The only batch of a process on its own is weighed on the way, as a plain loop does it, and so is one whose
-        # weight in its window is another library's business.
+        # weight in its window is another library's business. Among others one counts by its samples, in however many
+        # parts it is run.
         self._is_alone = (window_length == 1 and ranks.num_ranks == 1) or entry.passes is not None
         self._is_weighed = self._is_alone
-        self._whole = sum(self._weights) if self._is_alone and weighting.kind != "sum" else 1.0
-        self._adds_up = weighting.kind == "sum" and not self._is_alone
-        if not self._is_alone:
-            # Among other batches one counts by its samples, in however many parts it is run.
-            samples = float(common_first_dimension(entry.batch) or 1)
-            if weighting.kind == "count":
-                whole = sum(self._weights)
-                self._weights = [weight * samples / whole for weight in self._weights]
-            elif weighting.kind == "sum":
-                self._weights = [samples for _ in self._weights]
+        unit = 1.0 if self._is_alone else float(common_first_dimension(entry.batch) or 1)
+        weighting = fitted.settings.weighting
+        weights = raw_weights(self._parts, weighting)
+        self._is_sum = weighting.kind == "sum"
+        whole = 1.0 if self._is_sum else sum(weights)
+        self._factors = [unit * weight / whole for weight in weights]
         self._weight = 0.0
         self._total: torch.Tensor | None = None
         self.statistics = PooledStatistics(fitted.model) if entry.num_parts > 1 else None
@@ -353,7 +354,7 @@ class _Passes:
         part, self._parts[index] = self._parts[index], None
         if self.statistics is not None:
             self.statistics.part()
-        factor = self._weights[index] / self._whole
+        factor = self._factors[index]
         if self._entry.passes is not None:
             self._weight += factor
             if factor or self._ranks.num_ranks > 1:
@@ -366,7 +367,7 @@ class _Passes:
         if weight is not None:
             self._is_weighed = self._is_alone and self._entry.num_parts == 1
             factor = 1.0 if self._is_weighed and weight else weight
-        self._weight += factor / self._entry.num_parts if self._adds_up and weight is None else factor
+        self._weight += factor / self._entry.num_parts if self._is_sum and weight is None else factor
         if not factor and self._ranks.num_ranks == 1:
             # A mean over nothing is no number, and must not spoil the others.
             return

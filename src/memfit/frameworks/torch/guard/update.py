@@ -349,7 +349,7 @@ class UpdateRoom:
         held.clear()
 
 
-class _Unknown(Exception):
+class _Unforeseeable(Exception):
     """This update can't be foreseen."""
 
 
@@ -417,7 +417,7 @@ def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim
             if any(
                 isinstance(value, torch.Tensor) and value.dim() and value.device != device for value in state.values()
             ):
-                raise _Unknown
+                raise _Unforeseeable
             if state:
                 twin.state[other] = {name: _without_numbers(value) for name, value in state.items()}
     return twin
@@ -451,7 +451,7 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and layout that holds nothing; of a sharded one, the part that is here."""
     local = internals.local_part(tensor)
     if local.layout is not torch.strided or type(local) not in (torch.Tensor, torch.nn.Parameter):
-        raise _Unknown
+        raise _Unforeseeable
     return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
 
 

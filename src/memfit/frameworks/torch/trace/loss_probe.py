@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from memfit.core.device import Origin
+from memfit.core.oom import recognise
 from memfit.core.settings import Weighting
+from memfit.core.units import MIB
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.micro_batches import tensor_at
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
@@ -45,7 +47,7 @@ from memfit.frameworks.torch.trace.loss_hypotheses import (
     shortened,
     spread,
 )
-from memfit.frameworks.torch.trace.real_runs import restoring
+from memfit.frameworks.torch.trace.real_runs import held_by, restoring
 
 MAX_SAMPLES = 8
 # Processor time, which other programs of the machine don't lengthen. Up to so many seconds for one sample, so many
@@ -56,8 +58,12 @@ _LEAST_SAMPLES = 2
 _MOST_MEASUREMENTS = 4096
 # Sequences are cut to this length.
 _MAX_POSITIONS = 64
-# Once this much is spent, no further batches are tried.
+# Once this much is spent, no further batches are tried. Of it, this much may go into trying more samples at once.
 _LIMIT_SECONDS = 4.0
+_MORE_SAMPLES_SECONDS = 1.0
+# Models of more than this aren't copied in 64 bits, in which a term of the loss shows that is no smaller than this.
+_DOUBLED_BYTES = 256 * MIB
+_SMALL_TERM = 1e-6
 _MAX_CHANGED_BATCHES = 12
 _OTHER_SEED = 24_007
 # Two samples are unlike where their losses differ by this share of the greater one: a term of 1e-4 that compares
@@ -86,6 +92,8 @@ class Found:
     origin: Origin
     is_random: bool = False
     """Whether the loss draws numbers that no part of a batch gets again, such as an order of its samples."""
+    ran_out: bool = False
+    """Whether memory ran out, so that fewer samples may tell more."""
 
 
 def find_weighting(
@@ -105,8 +113,11 @@ def find_weighting(
                 # Randomness inside of modules, such as dropout between layers of an LSTM, is off in evaluation mode.
                 # What else differs there, such as a mean over the batch in training alone, is no reason to look there.
                 model.eval()
-                again = _Probe(model, loss, few, batch).run()
-                found = again if again.weighting is not None and again.origin is Origin.MEASURED else found
+                again = _Probe(model, loss, few, batch)
+                other = again.run()
+                probe.ran_out |= again.ran_out
+                found = other if other.weighting is not None and other.origin is Origin.MEASURED else found
+            found = replace(found, ran_out=probe.ran_out)
     if found.origin is Origin.ASSUMED and may_be_samples(batch):
         return replace(found, weighting=None, reason=UNKNOWN_LISTS)
     return found
@@ -220,6 +231,9 @@ class _Probe:
         self.found_nothing = False
         self.draws = False
         """Whether numbers were drawn, by the loss or within modules."""
+        self.ran_out = False
+        """Whether memory ran out with few samples."""
+        self._num_positions: int | None = None  # to which sequences are cut
         self._started = time.process_time()
 
     def run(self) -> Found:
@@ -251,15 +265,19 @@ class _Probe:
         lengths = {tensor.shape[1] for tensor in wide}
         if len(lengths) != 1 or max(lengths) <= _MAX_POSITIONS or any(tensor.is_floating_point() for tensor in wide):
             return
-        whole = self._batch
-        self._batch = map_tensors(whole, lambda tensor: tensor[:, :_MAX_POSITIONS] if tensor.dim() > 1 else tensor)
+        whole, self._num_positions = self._batch, _MAX_POSITIONS
+        self._batch = self._beginnings(whole)
         try:
             # Beginnings may be all padding.
             is_usable = math.isfinite(self._evaluate(self._batch, 0, 2).value)
         except _Failed:
             is_usable = False
         if not is_usable:
-            self._batch = whole
+            self._batch, self._num_positions = whole, None
+
+    def _beginnings(self, batch: Any) -> Any:
+        length = self._num_positions
+        return batch if length is None else map_tensors(batch, lambda t: t[:, :length] if t.dim() > 1 else t)
 
     def _observe(self, batch: Any, cut: int, whole: Loss | None = None) -> Observation:
         num_samples = common_first_dimension(batch) or 0
@@ -283,6 +301,7 @@ class _Probe:
             try:
                 result = self._loss(self._model, part)
             except Exception as error:
+                self.ran_out |= recognise(error) is not None
                 text = text_of(error)[:200]
                 number = "" if start == 0 and stop == num_samples else f" on a part of {stop - start} samples"
                 failure, value = f"the loss can't be computed{number} ({type(error).__name__}: {text})", None
@@ -327,8 +346,48 @@ class _Probe:
             return _assumed("the losses of the probed samples are too much alike to tell how they add up")
         if best is None or (self._weighs_classes and best.weighting.kind != "given"):
             return self._explain(real)
+        for observation in self._closer_looks(real):
+            if not best.holds(observation):
+                return self._explain(observation)
         number = f"found with {real.num_samples} samples: the loss is {best.describe()}"
         return Found(best.weighting, number, Origin.MEASURED)
+
+    def _closer_looks(self, real: Observation) -> Iterator[Observation]:
+        """More samples at once, by whose number a loss may branch; and 64 bits, in which small terms show.
+
+        They are extra: where memory runs out in them, or they can't be run, the answer is that of few samples.
+        """
+        ran_out = self.ran_out
+        total, number = common_first_dimension(self._whole) or 0, real.num_samples
+        begun = cost = 0.0
+        while number < total and not self._needs_gradients and 4 * cost < _MORE_SAMPLES_SECONDS and self._has_time():
+            number, begun = min(4 * number, total), time.process_time()
+            found = self._try(self._beginnings(part_of(self._whole, 0, number)), max(1, 3 * number // 8))
+            cost, self.ran_out = time.process_time() - begun, ran_out
+            if found is None:
+                break
+            yield found
+        modules = [self._model, *(held for held in held_by(self._loss) if isinstance(held, torch.nn.Module))]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        # Of others there are no copies: the user's own would become others.
+        are_copied = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors) and not any(
+            isinstance(part, torch.jit.ScriptModule) for module in modules for part in module.modules()
+        )
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if not are_copied or size_bytes > _DOUBLED_BYTES or not self._has_time():
+            return
+        with restoring(self._model, self._loss):
+            try:
+                for module in modules:
+                    module.double()
+                batch = map_tensors(real.batch, lambda t: t.double() if t.is_floating_point() else t)
+            except Exception:
+                return  # a device or a kind of tensor that has no such numbers, or no memory for them
+            for few, cut in ((part_of(batch, 0, 2), 1), (batch, real.cut)):
+                found, self.ran_out = self._try(few, cut) if self._has_time() else None, ran_out
+                if found is not None:
+                    rounding = max(found.whole.rounding, _SMALL_TERM)
+                    yield replace(found, whole=replace(found.whole, rounding=rounding))
 
     def _is_told_apart(self, hypothesis: Hypothesis, observations: list[Observation]) -> bool:
         if any(map(hypothesis.is_told_apart, observations)):

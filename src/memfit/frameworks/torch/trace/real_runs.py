@@ -26,7 +26,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 @contextmanager
 def restoring(model: torch.nn.Module, loss: Any = None) -> Iterator[None]:
     """Puts back whatever runs of `model` and `loss` change while it lasts."""
-    held = list(_held(loss))
+    held = list(held_by(loss))
     modules = [model, *(value for value in held if isinstance(value, torch.nn.Module))]
     copies = _ValueCopies(modules)
     parameters = {id(p): p for module in modules for p in module.parameters()}
@@ -94,7 +94,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
     return bool(torch.nn.parameter.is_lazy(tensor))
 
 
-def _held(value: Any, depth: int = 3) -> Iterator[Any]:
+def held_by(value: Any, depth: int = 3) -> Iterator[Any]:
     """What a function can reach: its closure, defaults, the globals it names, the object it is bound to."""
     if isinstance(value, torch.nn.Module | torch.Tensor | dict | list | deque | set):
         yield value
@@ -102,7 +102,7 @@ def _held(value: Any, depth: int = 3) -> Iterator[Any]:
     if value is None or depth == 0 or isinstance(value, type):
         return
     for part in _parts(value):
-        yield from _held(part, depth - 1)
+        yield from held_by(part, depth - 1)
 
 
 def _parts(value: Any) -> list[Any]:

@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from memfit.core.errors import BadInput
-from memfit.frameworks.torch.apply.deferred_logits import Autocast, DeferredLogits, Recipe, deferred, finished, real
+from memfit.frameworks.torch.apply.deferred_logits import (
+    AutocastState,
+    DeferredLogits,
+    Recipe,
+    deferred,
+    finished,
+    real,
+)
 
 VOCABULARY = 11
 
@@ -17,7 +24,7 @@ def _made(*rows: int, bias: bool = False) -> tuple[DeferredLogits, torch.Tensor]
     hidden = torch.randn(*rows, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCABULARY, 4, dtype=torch.float64, requires_grad=True)
     offset = torch.randn(VOCABULARY, dtype=torch.float64, requires_grad=True) if bias else None
-    recipe = Recipe(hidden, weight, offset, Autocast.now("cpu"))
+    recipe = Recipe(hidden, weight, offset, AutocastState.now("cpu"))
     return deferred(recipe), F.linear(hidden, weight, offset)
 
 
@@ -124,16 +131,16 @@ class TestDeferredLogits:
 class TestAutocast:
     def test_comes_back_later(self) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            state = Autocast.now("cpu")
+            state = AutocastState.now("cpu")
         with state.again():
             assert torch.is_autocast_enabled("cpu")
         assert not torch.is_autocast_enabled("cpu")
 
     def test_knows_the_dtype_of_products(self) -> None:
-        state = Autocast("cpu", True, torch.bfloat16)
+        state = AutocastState("cpu", True, torch.bfloat16)
         assert state.result_of(torch.float32) is torch.bfloat16
         assert state.result_of(torch.float64) is torch.float64
-        assert Autocast("cpu", False, torch.bfloat16).result_of(torch.float32) is torch.float32
+        assert AutocastState("cpu", False, torch.bfloat16).result_of(torch.float32) is torch.float32
 
 
 def test_finished_applies_steps_in_order() -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from memfit.core.errors import BadOptimizer
-from memfit.frameworks.torch.apply.single_updates import Groups, SingleUpdates, check_independent, plain_step
+from memfit.frameworks.torch.apply.single_updates import OptionGroups, SingleUpdates, check_independent, plain_step
 
 
 def parameters():
@@ -138,7 +138,7 @@ def test_hooks_of_the_optimizer_are_not_run():
 def test_groups_follow_a_loaded_checkpoint_and_refuse_strangers():
     held = parameters()
     optimizer = torch.optim.SGD(held[:2], lr=0.1)
-    groups = Groups(optimizer)
+    groups = OptionGroups(optimizer)
     assert groups.of(held[0]) is optimizer.param_groups[0]
     optimizer.load_state_dict(optimizer.state_dict())
     assert groups.of(held[0]) is optimizer.param_groups[0]

@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from memfit.core import tensor_file
 from memfit.core.guarding import BadCheckpoint
 from memfit.core.tensor_file import TensorFile
-from memfit.frameworks.torch.guard.checkpoint_tensors import Decoder, Encoder, copy_into, described, write_tensors
+from memfit.frameworks.torch.guard.checkpoint_tensors import (
+    TensorDecoder,
+    TensorEncoder,
+    copy_into,
+    described,
+    write_tensors,
+)
 
 DTYPES = [getattr(torch, name) for name in tensor_file.FORMAT]
 
@@ -156,10 +162,10 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
 
 
 def round_trip(value, tmp_path):
-    encoder = Encoder()
+    encoder = TensorEncoder()
     text = json.dumps(encoder.encode(value, "top"), allow_nan=False)
     write_tensors(tmp_path / "a", encoder.tensors)
-    return Decoder(TensorFile(tmp_path / "a")).decode(json.loads(text))
+    return TensorDecoder(TensorFile(tmp_path / "a")).decode(json.loads(text))
 
 
 @pytest.mark.parametrize("value", [torch.Size([2, 3]), torch.float16, torch.device("cpu"), {"a": (1, [2])}])
@@ -201,7 +207,7 @@ def test_tensors_come_back_with_type_and_layout(tmp_path):
 
 
 def test_a_tensor_with_two_names_is_stored_once():
-    encoder = Encoder()
+    encoder = TensorEncoder()
     tensor = torch.ones(3)
     encoded = encoder.encode({"a": tensor, "b": tensor, "c": tensor[:2], "d": torch.empty(0), "e": torch.empty(0)}, "x")
 
@@ -220,7 +226,7 @@ def test_a_tensor_with_two_names_is_stored_once():
 )
 def test_special_tensors_are_refused_by_name(value, message):
     with pytest.raises(BadCheckpoint, match=message):
-        Encoder().encode(value, "x")
+        TensorEncoder().encode(value, "x")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +243,7 @@ def test_trees_that_were_not_made_here_are_refused(tmp_path, tree):
     write_tensors(tmp_path / "a", {"x": torch.ones(3)})
 
     with pytest.raises(BadCheckpoint):
-        Decoder(TensorFile(tmp_path / "a")).decode([tree])
+        TensorDecoder(TensorFile(tmp_path / "a")).decode([tree])
 
 
 def test_shapes_of_types_that_the_format_lacks(tmp_path):

@@ -126,26 +126,34 @@ def test_an_optimizer_that_asks_for_the_loss_again_gets_it_computed_again():
     assert lightning_guard._step(FakeGuard(), lambda closure: (closure(), closure()), closure) == (1, 2)
 
 
-def test_a_second_attempt_goes_on_from_the_last_checkpoint(monkeypatch, caplog):
+def test_a_second_attempt_goes_on_from_the_last_checkpoint(supervised, tmp_path):
     assert resumed(None) is None
-    monkeypatch.setattr(run_events, "current", lambda: run_events.RunRequest(attempt=2))
-    monkeypatch.setattr(run_events, "last_checkpoint", lambda: "checkpoints/last.ckpt")
-    assert resumed(None) == "checkpoints/last.ckpt"
+    written = tmp_path / "last.ckpt"
+    written.touch()
+    supervised.attempt(1)
+    run_events.note("checkpoint", path=str(written))
+    supervised.attempt(2)
+
+    assert resumed(None) == str(written)
     assert resumed("own") == "own"
 
-    monkeypatch.setattr(run_events, "last_checkpoint", lambda: None)
+
+def test_a_second_attempt_without_a_checkpoint_says_what_to_do(supervised, caplog):
+    supervised.attempt(1)
+    supervised.attempt(2)
+
     assert resumed(None) is None
     assert "every_n_train_steps" in caplog.text
 
 
-def test_a_checkpoint_is_told_when_it_was_written(monkeypatch, tmp_path):
-    noted, order = [], []
-    monkeypatch.setattr(run_events, "note", lambda event, **values: noted.append((event, values)))
+def test_a_checkpoint_is_told_when_it_was_written(supervised, tmp_path):
+    supervised.attempt(1)
+    order = []
     trainer = SimpleNamespace(global_step=7)
-    told = lightning_guard._noting(trainer, lambda path, weights_only=False: order.append(len(noted)))
+    told = lightning_guard._noting(trainer, lambda path, weights_only=False: order.append(len(supervised.events())))
 
     told(tmp_path / "a.ckpt")
     told(tmp_path / "weights.ckpt", True)
 
     assert order == [0, 1]
-    assert noted == [("checkpoint", {"step": 7, "update": 7, "path": str(tmp_path / "a.ckpt")})]
+    assert supervised.events() == [("checkpoint", {"step": 7, "update": 7, "path": str(tmp_path / "a.ckpt")})]

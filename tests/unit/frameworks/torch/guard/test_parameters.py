@@ -111,15 +111,31 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypat
 
 
 class WithExtra(nn.Linear):
+    extra = None
+
     def get_extra_state(self):
-        return {"anything": object()}
+        return self.extra
 
     def set_extra_state(self, state):
-        pass
+        self.extra = state
 
 
-def test_what_is_no_model_or_no_tensor_is_refused(tmp_path):
+def test_what_a_module_keeps_beside_its_tensors_comes_back(tmp_path):
+    model, other = WithExtra(2, 2), WithExtra(2, 2)
+    model.extra = {"scales": (1.5, torch.ones(3))}
+
+    write(model, tmp_path / "file")
+    read(other, tmp_path / "file")
+
+    assert other.extra["scales"][0] == 1.5
+    assert torch.equal(other.extra["scales"][1], torch.ones(3))
+
+
+def test_what_is_no_model_or_can_not_be_written_without_pickle_is_refused(tmp_path):
     with pytest.raises(BadModel, match=r"expected a torch\.nn\.Module, but dict was given"):
         write({}, tmp_path / "file")
-    with pytest.raises(BadModel, match="'_extra_state' of the model is a dict, not a plain tensor"):
-        write(WithExtra(2, 2), tmp_path / "file")
+    model = WithExtra(2, 2)
+    model.extra = object()
+    with pytest.raises(BadCheckpoint, match=r"_extra_state is a builtins\.object, which a checkpoint can't hold"):
+        write(model, tmp_path / "file")
+    assert not list(tmp_path.iterdir())

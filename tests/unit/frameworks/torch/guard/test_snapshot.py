@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memfit.core.guarding import BrokenUpdate
-from memfit.frameworks.torch.guard.snapshot import Attributes, Buffers, RandomState, Snapshot
+from memfit.frameworks.torch.guard.snapshot import Attributes, Buffers, RandomState, WindowSnapshot
 
 
 class Counting(nn.Module):
@@ -178,7 +178,7 @@ def test_attributes_come_back():
 
 def test_modules_of_the_loss_come_back_and_are_let_go():
     model, other = nn.Sequential(nn.BatchNorm1d(3)), Counting()
-    snapshot = Snapshot(model)
+    snapshot = WindowSnapshot(model)
     snapshot.begin()
     own_bytes = snapshot.size_bytes
     snapshot.include([model[0], other])

@@ -12,6 +12,7 @@ from torch import nn
 import memfit
 from memfit.core.errors import MemfitError
 from memfit.core.guarding import BadCheckpoint
+from memfit.core.tensor_file import TensorFile
 from memfit.frameworks.torch.guard import state_checks
 from memfit.frameworks.torch.guard.snapshot import RandomState
 from tests.unit.frameworks.forged_checkpoints import changed, forge, nodes
@@ -91,12 +92,31 @@ def checkpoint(tmp_path):
     return path
 
 
-def fuzz(checkpoint, wrongs_of, *, goes_on=True):
-    tree = json.loads((checkpoint / "state.json").read_bytes())
+def with_header(plain, change):
+    """The bytes of a file of tensors whose header is what `change` makes of it."""
+    length = int.from_bytes(plain[:8], "little")
+    text = json.dumps(change(json.loads(plain[8 : 8 + length]))).encode()
+    return len(text).to_bytes(8, "little") + text + plain[8 + length :]
+
+
+def fuzz(checkpoint, wrongs_of, *, goes_on=True, name="state.json"):
+    """How many wrong values were refused, and how many taken, in the tree of a file."""
+    plain = (checkpoint / name).read_bytes()
+    if name == "state.json":
+        tree = json.loads(plain)
+    else:
+        tree = json.loads(TensorFile(checkpoint / name).metadata["memfit.tree"])
+
+    def forged(wrong_tree):
+        text = json.dumps(wrong_tree)
+        if name == "state.json":
+            return text.encode()
+        return with_header(plain, lambda header: {**header, "__metadata__": {"memfit.tree": text}})
+
     num_refused = num_taken = 0
     for number, path in enumerate(nodes(tree)):
         for wrong in wrongs_of(number):
-            forge(checkpoint, "state.json", json.dumps(changed(tree, path, wrong)).encode())
+            forge(checkpoint, name, forged(changed(tree, path, wrong)))
             objects, loader, guard = make(checkpoint.parent)
             before = snapshot(objects)
             try:
@@ -119,6 +139,17 @@ def fuzz(checkpoint, wrongs_of, *, goes_on=True):
 
 def test_one_wrong_value_in_each_place(checkpoint):
     num_refused, num_taken = fuzz(checkpoint, lambda number: [WRONG[number % len(WRONG)]])
+    assert num_refused > 2 * num_taken
+
+
+def test_one_wrong_value_in_each_place_of_a_model_s_tree(checkpoint):
+    wrongs = [*WRONG, {"__tensor__": "1.weight", "dtype": "float32"}, {"__dtype__": "x"}]
+
+    def some(number):
+        return [wrongs[number * step % len(wrongs)] for step in (1, 3, 5)]
+
+    num_refused, num_taken = fuzz(checkpoint, some, goes_on=False, name="model.safetensors")
+
     assert num_refused > 2 * num_taken
 
 
@@ -176,6 +207,7 @@ def test_states_of_schedulers_are_tried_out_on_copies(name):
 @pytest.mark.slow
 def test_every_wrong_value(checkpoint):
     fuzz(checkpoint, lambda number: WRONG, goes_on=False)
+    fuzz(checkpoint, lambda number: WRONG, name="model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rest.safetensors"])
@@ -188,8 +220,7 @@ def test_files_of_tensors_that_are_none(checkpoint, name):
         for wrong in ["x", None, -1, 10**30, 1.5, [], {}]:
             if changed(header, path, wrong) == header:
                 continue
-            text = json.dumps(changed(header, path, wrong)).encode()
-            forge(checkpoint, name, len(text).to_bytes(8, "little") + text + plain[8 + length :])
+            forge(checkpoint, name, with_header(plain, lambda header: changed(header, path, wrong)))  # noqa: B023
             objects, _, guard = make(checkpoint.parent)
             before = snapshot(objects)
             with pytest.raises(BadCheckpoint):
@@ -202,7 +233,7 @@ def test_random_states_are_tried_out():
     state_checks.check_random(good)
     for changes in ({"python": (3, (1, 2), None)}, {"torch_cpu": torch.zeros(3)}, {"numpy": ("x",)}, {"numpy": 3}):
         with pytest.raises(BadCheckpoint, match="random numbers is invalid"):
-            state_checks.check_random(RandomState(**{name: getattr(good, name) for name in good.__slots__} | changes))
+            state_checks.check_random(RandomState(good.states | changes))
 
 
 def test_states_of_generators_are_tried_out():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from benchmarks.guard_cases import MESSAGE
 from memfit.core.settings import Settings
 from memfit.frameworks.torch.apply.recomputation import recompute
-from memfit.frameworks.torch.guard.ranks import Ranks
+from memfit.frameworks.torch.guard.ranks import TrainingRanks
 from memfit.frameworks.torch.guard.transaction import PooledStatistics, Transaction
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -24,7 +24,7 @@ def make(*, dropout=0.3, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    return Transaction(model, optimizer, Ranks(), **options)
+    return Transaction(model, optimizer, TrainingRanks(), **options)
 
 
 def whole(batch):
@@ -181,7 +181,7 @@ def test_parts_without_weight_count_for_nothing():
     for settings_of in (whole, halves):
         torch.manual_seed(0)
         model = nn.Linear(4, 2).double()
-        transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1), Ranks())
+        transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1), TrainingRanks())
         transaction.open(1)
         entry = transaction.add(counted, (BATCH.double(), targets))
         assert transaction.run(settings_of, again=False) is None

@@ -128,56 +128,55 @@ def test_how_losses_add_up_is_guessed_where_it_cannot_be_tried_out(accepts, num_
     assert transformers_trainer._likely_weighting(trainer, GPT2LMHeadModel(1, 1), inputs, num_items) == expected
 
 
-@pytest.fixture
-def noted(monkeypatch):
-    events = []
-    monkeypatch.setattr(run_events, "note", lambda event, **values: events.append((event, values)))
-    return events
-
-
-def started_again(monkeypatch, path):
-    monkeypatch.setattr(run_events, "current", lambda: run_events.RunRequest(attempt=2))
-    monkeypatch.setattr(run_events, "last_checkpoint", lambda: path)
-
-
 def train(resume_from_checkpoint=None, trial=None):
     return resume_from_checkpoint, trial
 
 
-def test_a_second_attempt_goes_on_from_the_last_checkpoint(monkeypatch, noted):
-    started_again(monkeypatch, "out/checkpoint-3")
+@pytest.fixture
+def started_again(supervised, tmp_path):
+    """The second attempt of a run whose first has written a checkpoint; its path."""
+    written = tmp_path / "checkpoint-3"
+    written.mkdir()
+    supervised.attempt(1)
+    run_events.note("checkpoint", path=str(written))
+    supervised.attempt(2)
+    return str(written)
+
+
+def test_a_second_attempt_goes_on_from_the_last_checkpoint(supervised, started_again):
     guard = TrainerGuard(trainer_of(), FakeGuard)
 
-    assert guard.train(train, (), {}) == ("out/checkpoint-3", None)
-    assert guard.train(train, (False, "trial"), {}) == ("out/checkpoint-3", "trial")
-    assert noted[0] == ("resume", {"path": "out/checkpoint-3"})
+    assert guard.train(train, (), {}) == (started_again, None)
+    assert guard.train(train, (False, "trial"), {}) == (started_again, "trial")
+    assert supervised.events()[0] == ("resume", {"path": started_again})
 
 
-def test_what_the_script_says_about_resuming_counts(monkeypatch, noted):
-    started_again(monkeypatch, "out/checkpoint-3")
+def test_what_the_script_says_about_resuming_counts(supervised, started_again):
     guard = TrainerGuard(trainer_of(), FakeGuard)
 
     assert guard.train(train, ("own",), {}) == ("own", None)
     assert guard.train(train, (), {"resume_from_checkpoint": True}) == (True, None)
-    assert not noted
+    assert not supervised.events()
 
 
-def test_a_second_attempt_without_a_checkpoint_says_that_it_begins_anew(monkeypatch, noted, caplog):
-    started_again(monkeypatch, None)
+def test_a_second_attempt_without_a_checkpoint_says_that_it_begins_anew(supervised, caplog):
+    supervised.attempt(1)
+    supervised.attempt(2)
 
     assert TrainerGuard(trainer_of(), FakeGuard).train(train, (), {}) == (None, None)
     assert "Set save_steps" in caplog.text
 
 
-def test_a_first_attempt_and_a_run_of_its_own_begin_as_they_are(monkeypatch):
+def test_a_first_attempt_and_a_run_of_its_own_begin_as_they_are(supervised):
     guard = TrainerGuard(trainer_of(), FakeGuard)
 
     assert guard.train(train, (), {}) == (None, None)
-    monkeypatch.setattr(run_events, "current", lambda: run_events.RunRequest(attempt=1))
+    supervised.attempt(1)
     assert guard.train(train, (), {}) == (None, None)
 
 
-def test_a_checkpoint_is_told_once_it_is_there(tmp_path, noted):
+def test_a_checkpoint_is_told_once_it_is_there(supervised, tmp_path):
+    supervised.attempt(1)
     trainer = trainer_of(state=SimpleNamespace(global_step=5), _get_output_dir=lambda trial=None: str(tmp_path))
     guard = TrainerGuard(trainer, FakeGuard)
 
@@ -185,4 +184,4 @@ def test_a_checkpoint_is_told_once_it_is_there(tmp_path, noted):
     (tmp_path / "checkpoint-5").mkdir()
     guard.saved()
 
-    assert noted == [("checkpoint", {"step": 5, "update": 5, "path": str(tmp_path / "checkpoint-5")})]
+    assert supervised.events() == [("checkpoint", {"step": 5, "update": 5, "path": str(tmp_path / "checkpoint-5")})]

@@ -112,13 +112,15 @@ def test_what_cannot_be_foreseen_is_left_out():
     assert is_of_torch(make(torch.optim.Adafactor))
 
 
-def test_running_out_while_looking_ahead_is_not_hidden(monkeypatch):
-    def fail(*_):
-        raise MemoryError
+def test_running_out_while_looking_ahead_is_not_hidden():
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise MemoryError
 
-    monkeypatch.setattr("memfit.frameworks.torch.guard.update._twin", fail)
+    Failing.__module__ = "torch.optim.failing"
+
     with pytest.raises(MemoryError):
-        rooms_of_update(make(torch.optim.Adam))
+        rooms_of_update(make(Failing))
 
 
 def test_room_is_looked_for_in_one_piece_and_then_in_several():

@@ -537,37 +537,39 @@ def test_nothing_of_the_users_is_changed():
     assert random.getstate() == python_state
 
 
-def test_at_most_eight_samples_are_run():
-    seen = io.StringIO()
+def sizes_of_runs(model, batch):
+    """Samples of each run of a loss, in order."""
+    seen = io.StringIO()  # a list would be put back
 
     def loss(model, batch):
         print(len(batch[0]), file=seen)
         return classify(model, batch)
 
-    find_weighting(linear(), loss, labelled())
+    assert find_weighting(model, loss, batch).weighting == MEAN
+    return [int(size) for size in seen.getvalue().split()]
 
-    sizes = [int(size) for size in seen.getvalue().split()]
-    assert max(sizes) == 8
+
+# Eight samples more at once, in two parts; and then few samples in 64 bits: so many runs.
+CLOSER = 3 + 6
+
+
+def test_at_most_eight_samples_are_run_and_then_all_at_once():
+    sizes = sizes_of_runs(linear(), labelled())
+
+    assert max(sizes[:-CLOSER]) == 8
     # Nine with samples as they are, up to six to find unlike ones, and three for each value that losses leave out.
-    assert len(sizes) <= 9 + 7 + 3 * (len(HOLLOW) + 1)
+    assert len(sizes) <= 9 + 7 + 3 * (len(HOLLOW) + 1) + CLOSER
+    assert sorted(sizes[-CLOSER:-6]) == [6, 10, SAMPLES]
 
 
 def test_samples_that_are_unlike_already_are_not_looked_for():
-    seen = io.StringIO()
-
-    def loss(model, batch):
-        print(len(batch[0]), file=seen)
-        return classify(model, batch)
-
     # Half of the first sample's measurements have a loss far from that of the second.
     scores = nn.Linear(CLASSES, CLASSES, bias=False)
     nn.init.eye_(scores.weight)
     labels = classes()
     batch = 3 * functional.one_hot(labels, CLASSES).float(), labels
 
-    assert find_weighting(scores, loss, batch).weighting == MEAN
-    sizes = seen.getvalue().split()
-    assert len(sizes) == 9 + 3 * (len(HOLLOW) + 1)
+    assert len(sizes_of_runs(scores, batch)) == 9 + 3 * (len(HOLLOW) + 1) + CLOSER
 
 
 @pytest.mark.parametrize("others", [[1, 2, 1, 0], [0, 0, 0, 0], [3, 3, 3, 3]])
@@ -662,6 +664,80 @@ def test_a_small_part_of_a_maximum_is_seen_where_samples_differ_most(seed):
 
     assert find_weighting(model, loss, batch).weighting is None
     assert find_weighting(model, classify, batch).weighting == MEAN
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_small_part_of_the_greatest_output_is_seen(seed):
+    def loss(model, batch):
+        outputs = model(batch[0])
+        return functional.cross_entropy(outputs, batch[1]) + 1e-4 * outputs.max()
+
+    torch.manual_seed(seed)
+
+    assert find_weighting(linear(), loss, labelled()).weighting is None
+
+
+@pytest.mark.parametrize("limit", [10, 12, 16])
+def test_a_loss_that_does_something_else_with_many_samples_is_no_mean(limit):
+    def loss(model, batch):
+        each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return each.mean() if len(each) < limit else each.sum() / 7
+
+    assert find_weighting(linear(), loss, labelled()).weighting is None
+
+
+@pytest.mark.parametrize("added", [1e-8, 1e-6])
+def test_what_is_added_against_a_division_by_zero_is_no_term_of_its_own(added):
+    def loss(model, batch):
+        each = functional.cross_entropy(model(batch["words"]).transpose(1, 2), batch["labels"], reduction="none")
+        return (each * batch["mask"]).sum() / (batch["mask"].sum() + added)
+
+    batch = {"words": words(), "labels": words(), "mask": shortened(torch.ones(SAMPLES, LENGTH), 0)}
+
+    assert find_weighting(Words(), loss, batch).weighting == Weighting("count", "['mask']", 0)
+
+
+def test_a_batch_that_is_too_large_to_be_run_at_once_is_judged_by_few_samples():
+    def loss(model, batch):
+        if len(batch[0]) > 8:
+            raise MemoryError
+        return classify(model, batch)
+
+    found = find_weighting(linear(), loss, labelled())
+
+    assert found.weighting == MEAN
+    assert not found.ran_out
+
+
+def test_parameters_keep_their_types_and_values():
+    class Own(nn.Parameter):
+        pass
+
+    for kind in (nn.Parameter, Own):
+        model = linear()
+        model.weight = kind(model.weight.detach())
+        weight, values = model.weight, model.weight.detach().clone()
+
+        assert find_weighting(model, classify, labelled()).weighting == MEAN
+
+        assert model.weight is weight and type(weight) is kind
+        assert weight.dtype == torch.float32 and torch.equal(weight, values)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_scripted_modules_keep_their_types():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(linear()))
+
+    assert find_weighting(model, classify, labelled()).weighting == MEAN
+
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_memory_that_runs_out_with_few_samples_is_told():
+    def loss(model, batch):
+        raise MemoryError
+
+    assert find_weighting(linear(), loss, labelled()).ran_out
 
 
 HAND_MADE = torch.tensor([0.1, 2.0, 5.0, 7.0, 1.0])
