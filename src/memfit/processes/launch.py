@@ -27,6 +27,7 @@ from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate, Note
 from memfit.core.progress import announce, doing
+from memfit.core.redirected_files import remove_made
 from memfit.core.units import format_size
 from memfit.core.worker_ends import name_of_signal
 from memfit.processes import process_tree as processes
@@ -110,8 +111,9 @@ def run_child(
 
 def _with_files(data: dict[str, Any], folder: str, kept: str) -> dict[str, Any]:
     """The result with where the script's files are by now: "" for those that were not to be kept."""
-    redirected = data["redirected"] if kept else dict.fromkeys(data["redirected"], "")
-    return {**data, "redirected": {**redirected, **collect(Path(folder), kept)}}
+    files = collect(Path(folder), kept)
+    remove_made(folder)
+    return {**data, "redirected": files}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -259,7 +261,7 @@ def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     fatal = next((other for other in others if other.outcome is Outcome.OUT_OF_MEMORY), None)
     if fatal is not None and (run.outcome is not Outcome.COMPLETED or not run.num_steps):
         # Whatever became of the others, the one that died is the one to look at.
-        largest = run = replace(fatal, script=run.script, arguments=run.arguments, redirected=run.redirected)
+        largest = run = replace(fatal, script=run.script, arguments=run.arguments)
     failed = [other for other in others if other.outcome is Outcome.FAILED]
     outcome, error, suspicion = _outcome(run, others, failed)
     estimate = _estimate(largest, run, peak_bytes, [other.error for other in failed] if not error else ())
@@ -271,7 +273,6 @@ def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         suspicion=suspicion,
         num_steps=max(run.num_steps, *(other.num_steps for other in others), 0),
         failures=largest.failures if fatal is not None else (*run.failures, *(f for o in others for f in o.failures)),
-        redirected={path: place for each in (*others, run) for path, place in each.redirected.items()},
         allocator=largest.allocator,
         seen=largest.seen if run.seen is not None else None,
         processes=_named(shares),

@@ -15,6 +15,7 @@ from memfit.catalogue import find_device
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.settings import Settings
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
+from memfit.processes.overlay import collect
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,7 +69,7 @@ def test_a_request_becomes_a_result(tmp_path):
 
 
 SAVES = """
-import os, subprocess, sys
+import os, shutil, subprocess, sys
 import torch
 from torch import nn
 
@@ -83,6 +84,11 @@ writer = torch._C.PyTorchFileWriter("older.pt")
 writer.write_record("a", b"b", 1)
 writer.write_end_of_file()
 open("data/fetched.txt", "w").write("fetched")
+shutil.rmtree("logs")
+os.makedirs("logs")
+open("logs/train.log", "a").write("begun")
+subprocess.run([sys.executable, "-c", "open('notes.txt', 'a').write(open('logs/train.log').read())"], check=True)
+print(open("notes.txt").read())
 subprocess.run("rm -rf runs; echo gone > data.txt", shell=True, check=True)
 """
 
@@ -91,7 +97,8 @@ subprocess.run("rm -rf runs; echo gone > data.txt", shell=True, check=True)
 def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     # GIVEN files of the user's, and a system that gives a view of files, or none
     folder, layers = tmp_path / "users", tmp_path / "layers"
-    for name in ("model.pt", "older.pt", *(("runs/a.pt", "data.txt") if has_view else ())):
+    written = ("model.pt", "older.pt", "logs/train.log", "notes.txt")
+    for name in (*written, *(("runs/a.pt", "data.txt") if has_view else ())):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("the user's")
         os.utime(folder / name, (1, 1))
@@ -120,19 +127,18 @@ def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     if has_view and done.stderr.startswith("memfit: no view"):
         pytest.skip(done.stderr)
 
-    # AND the user's files are what they were; where others than checkpoints are not, that was said
-    assert ("everything else that it writes or removes" in done.stderr) is not has_view
-    assert (f"except below {cache}" in done.stderr) is has_view
-    for path in folder.rglob("*.pt"):
-        assert path.read_text() == "the user's"
-    if has_view:
-        assert sorted(os.listdir(folder)) == ["data", "data.txt", "model.pt", "older.pt", "runs"]
-        assert (folder / "data" / "fetched.txt").read_text() == "fetched"
-        assert (folder / "data.txt").read_text() == "the user's"
-        assert run.redirected == {}
-    else:
-        assert set(run.redirected) == {str(folder / "model.pt"), str(folder / "older.pt")}
-        assert all(place.startswith(str(layers)) for place in run.redirected.values())
+    # AND so does a process that it starts
+    assert done.stdout.endswith("the user'sbegun\n")
+
+    # AND the user's files are what they were, but for what a command did where there is no view, which was said
+    assert ("What commands and compiled libraries write" in done.stderr) is not has_view
+    assert f"except below {cache}" in done.stderr
+    by_command = {} if has_view else {"data.txt": "gone\n"}
+    expected = dict.fromkeys([*written, *(["runs/a.pt", "data.txt"] if has_view else [])], "the user's")
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == {**expected, **by_command, "data/fetched.txt": "fetched"}
+    told = collect(layers)
+    assert {str(folder / name) for name in written} <= set(told)
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -24,6 +24,7 @@ from memfit.allocator.live import LiveAllocator
 from memfit.allocator.shared import SharedDevice
 from memfit.core.dryrun import DryRun, Outcome, Request, Scan, Seen
 from memfit.core.printing import printable, printable_traceback, without_own_frames
+from memfit.core.redirected_files import RedirectedFiles
 from memfit.core.settings import Settings
 from memfit.core.user_code import run_program
 from memfit.frameworks.torch.apply.script_settings import ScriptSettings
@@ -64,7 +65,7 @@ class ScriptRun:
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
         shared: SharedDevice | None = None,  # the device as processes of the script share it; None: they see none
         *,
-        private_files: bool = False,  # whether nobody but the script sees what it writes
+        files: RedirectedFiles | None = None,  # where Python's functions on files have stand-ins
         write_process: Callable[[DryRun], None] = lambda result: None,  # writes the result of a process of the script
     ) -> None:
         self._request = request
@@ -92,12 +93,11 @@ class ScriptRun:
         self._arrivals = Arrivals(line, num_steps, parts, request.batch_lines, request.batch_size)
         simulation.look.on_arrival = self._arrivals
         self._checkpoints = Checkpoints(
-            request.checkpoint_folder or None,
+            files,
             report,
             simulation.look.put,
             simulation.places.of,
             num_ranks=request.count,
-            private=private_files,
         )
         self._program = Program(request.script, request.module, request.arguments)
         # What ended a script in the place of its launcher, before the launcher's frames were added.
@@ -221,7 +221,6 @@ class ScriptRun:
                 elif isinstance(error, SystemExit) and isinstance(error.code, str):
                     print(printable(error.code, keep="\n\t"), file=sys.stderr)
             self._clear_up(error)
-        self._checkpoints.files.finish()
         return self._result(error)
 
     def _clear_up(self, error: BaseException | None) -> None:
@@ -284,7 +283,6 @@ class ScriptRun:
             error=text,
             suspicion=suspicion,
             exit_code=exit_code,
-            redirected={} if self._checkpoints.files.are_private else dict(self._checkpoints.files.redirected),
             scan=scan,
             seconds=seconds,
             allocator=session.memory.options,
