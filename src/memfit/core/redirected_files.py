@@ -466,7 +466,7 @@ class RedirectedFiles:
         with plain(place) as entries:
             shown = [entry for entry in entries if os.fsdecode(entry.name) not in hidden]
         given = "" if path is None or isinstance(path, int) else os.fspath(path)
-        return _Listing([*shown, *(_Entry(folder, given, name) for name in added)])
+        return _Listing([*shown, *(_LayerEntry(folder, given, name) for name in added)])
 
     def _listed(self, path: AnyPath) -> tuple[AnyPath, str, list[str], set[str]]:
         """The folder to list, its key, names that are to be shown in addition, and those of its own that are not."""
@@ -482,7 +482,7 @@ class RedirectedFiles:
         return place, folder, added, hidden.union(added)
 
 
-class _Entry:
+class _LayerEntry:
     """A file of the layer, or a link, in a listing of the folder where the program has put it."""
 
     def __init__(self, folder: str, given: Any, name: str) -> None:

@@ -60,7 +60,7 @@ _MAX_COPIED_BYTES = 16 * 2**20
 _BYTECODE = "__pycache__"
 
 
-class _Mount(NamedTuple):
+class _MountPoint(NamedTuple):
     path: str
     kind: str
     is_read_only: bool
@@ -140,7 +140,7 @@ class _View:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._is_root = False
         self._root = ""
-        self._mounts: dict[str, _Mount] = {}
+        self._mounts: dict[str, _MountPoint] = {}
         self._split_above: set[str] = set()
         self._layers: list[tuple[str, str]] = []
         self._read_only: list[str] = []
@@ -305,7 +305,7 @@ class _View:
             raise OSError(number, os.strerror(number), what or function)
 
 
-def _mounts() -> Iterator[_Mount]:
+def _mounts() -> Iterator[_MountPoint]:
     """All mounts; of those at the same path the last is the one that is seen."""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
@@ -313,7 +313,7 @@ def _mounts() -> Iterator[_Mount]:
         kind, _, options_of_all = after.split(" ")[:3]
         # Spaces and the like are written as \040.
         path = re.sub(r"\\([0-7]{3})", lambda escaped: chr(int(escaped[1], 8)), path)
-        yield _Mount(path, kind, "ro" in options.split(",") or "ro" in options_of_all.split(","))
+        yield _MountPoint(path, kind, "ro" in options.split(",") or "ro" in options_of_all.split(","))
 
 
 def _sockets() -> list[str]:

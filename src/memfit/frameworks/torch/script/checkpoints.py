@@ -107,8 +107,7 @@ class Checkpoints:
         plain(_without_zeros(obj) if is_own and name.endswith(_DISTRIBUTED) else obj, f, *args, **kwargs)
         is_users = is_file and not is_own and not name.startswith(tempfile.gettempdir() + os.sep)
         if is_users and self._shapes.num_stored > before:
-            text = f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
-            self._report(OVERWRITTEN, text + "it now holds shapes without values")
+            self._report(OVERWRITTEN, f"{name} was opened for writing, and now holds shapes without values")
 
     def _write(self, plain: Plain, f: Any, *args: Any, **kwargs: Any) -> Any:
         """The writer behind torch.save, which some use themselves."""
@@ -239,7 +238,7 @@ class Checkpoints:
 
     def _stored(self, source: Any, deliver: "functools.partial[torch.Tensor]") -> "_Delivered":
         restoring = self._shapes.restoring(None, keeps_shapes=True)
-        return _Delivered(_Stored(**self._plain_load(source, map_location=restoring, weights_only=True)), deliver)
+        return _Delivered(_ShapesFile(**self._plain_load(source, map_location=restoring, weights_only=True)), deliver)
 
     def _to(self, device: Any) -> "functools.partial[torch.Tensor]":
         device = checked_device(f"cuda:{device}" if isinstance(device, int) else device)
@@ -315,7 +314,7 @@ def _flatten(plain: Plain, tensors: Any, *args: Any) -> Any:
     return _Unflattened(tensors) if has_shapes else plain(tensors, *args)
 
 
-class _Stored:
+class _ShapesFile:
     """A file that torch.save wrote, with the methods that an opened safetensors file has."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
@@ -323,10 +322,10 @@ class _Stored:
         self.keys = lambda: sorted(tensors)
         self.offset_keys = lambda: list(tensors)
         self.get_tensor = lambda name: _fresh(tensors[name])
-        self.get_slice = lambda name: _StoredSlice(tensors[name])
+        self.get_slice = lambda name: _ShapesSlice(tensors[name])
 
 
-class _StoredSlice:
+class _ShapesSlice:
     """A tensor of such a file from which parts can be taken."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

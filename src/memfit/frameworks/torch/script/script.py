@@ -32,7 +32,7 @@ from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.kernels.assumed_values import MADE_UP
 from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 from memfit.frameworks.torch.script.checkpoints import Checkpoints
-from memfit.frameworks.torch.script.launchers import Program
+from memfit.frameworks.torch.script.launchers import LaunchedProgram
 from memfit.frameworks.torch.script.loaders import Arrivals, Loaders
 from memfit.frameworks.torch.script.processes import (
     ENDED_IDLE,
@@ -99,7 +99,7 @@ class ScriptRun:
             simulation.places.of,
             num_ranks=request.count,
         )
-        self._program = Program(request.script, request.module, request.arguments)
+        self._program = LaunchedProgram(request.script, request.module, request.arguments)
         # What ended a script in the place of its launcher, before the launcher's frames were added.
         self._in_place: tuple[BaseException, TracebackType | None] | None = None
         self.session.launchers.run = self._run_in_place
@@ -239,7 +239,7 @@ class ScriptRun:
         finally:
             timer.cancel()
 
-    def _run_in_place(self, program: Program) -> None:
+    def _run_in_place(self, program: LaunchedProgram) -> None:
         """Runs what a launcher was to start in the place of the launcher."""
         self._program = program
         self.session.replace_late(self._checkpoints.of_ranks())
