@@ -13,6 +13,7 @@ import contextlib
 import errno
 import functools
 import io
+import itertools
 import json
 import os
 import shutil
@@ -466,7 +467,7 @@ class RedirectedFiles:
         with plain(place) as entries:
             shown = [entry for entry in entries if os.fsdecode(entry.name) not in hidden]
         given = "" if path is None or isinstance(path, int) else os.fspath(path)
-        return _Listing([*shown, *(_LayerEntry(folder, given, name) for name in added)])
+        return _Listing(shown, (_LayerEntry(folder, given, name) for name in added))
 
     def _listed(self, path: AnyPath) -> tuple[AnyPath, str, list[str], set[str]]:
         """The folder to list, its key, names that are to be shown in addition, and those of its own that are not."""
@@ -509,11 +510,11 @@ class _LayerEntry:
         return self.stat(follow_symlinks=False).st_ino
 
 
-class _Listing(list[Any]):
+class _Listing(itertools.chain[Any]):
     """Entries of a folder, as os.scandir gives them."""
 
-    def __enter__(self) -> Iterator[Any]:
-        return iter(self)
+    def __enter__(self) -> "_Listing":
+        return self
 
     def __exit__(self, *error: object) -> None:
         """It holds nothing open."""

@@ -412,6 +412,8 @@ def test_listing_shows_what_the_script_believes_to_be_there(overlay):
     assert sorted(path.name for path in pathlib.Path().iterdir()) == expected
     with os.scandir() as entries:
         assert {entry.name: entry.is_file() for entry in entries} == {name: name not in folders for name in expected}
+    assert next(os.scandir()).name in expected
+    assert next(sorted(names) for _, _, names in os.walk(".")) == [name for name in expected if name not in folders]
     assert sorted(os.listdir("runs")) == ["best.ckpt"]
 
 
