@@ -56,7 +56,7 @@ def main(request_path: str) -> int:
             result = script.run()
         except KeyboardInterrupt:
             return 130
-        _write(request.result_path, {**_ended(result).to_json(), "on_torch": script.on_torch})
+        _write_result(request, {**_ended(result).to_json(), "on_torch": script.on_torch})
         return result.exit_code or 0
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
     os.environ["PYTORCH_JIT"] = "0"
@@ -70,7 +70,7 @@ def main(request_path: str) -> int:
     run = _script_run(request, request_path, "", files)
 
     def write(result: DryRun) -> None:
-        _write(request.result_path, {**_ended(result).to_json(), "loader_ordinal": run.loaders.training})
+        _write_result(request, {**_ended(result).to_json(), "loader_ordinal": run.loaders.training})
 
     def leave(result: DryRun) -> None:
         write(result)
@@ -218,6 +218,17 @@ def _script_run(request: Request, request_path: str, name: str, files: Redirecte
         _write(os.path.join(folder, f"process-{os.getpid()}.json"), result.to_json())
 
     return ScriptRun(request, memory, configure, shared, files=files, write_process=write_process)
+
+
+def _write_result(request: Request, data: dict[str, Any]) -> None:
+    """Writes the result; into another of the run's folders, which are on other disks, where the first one's is full."""
+    name = os.path.basename(request.result_path)
+    for path in (request.result_path, *(os.path.join(folder, name) for folder in request.layers[1:])):
+        try:
+            return _write(path, data)
+        except OSError as error:
+            failed = error
+    raise failed
 
 
 def _write(path: str, data: dict[str, Any]) -> None:

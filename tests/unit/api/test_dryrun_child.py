@@ -155,6 +155,29 @@ def test_the_exit_code_is_the_scripts_own(tmp_path, monkeypatch, code):
     assert (run.exit_code, run.outcome) == (code, Outcome.FAILED if code else Outcome.NO_STEP)
 
 
+def test_a_script_that_ends_at_once_leaves_what_was_seen(tmp_path):
+    # GIVEN a script that ends, with a process forked off it, without Python's own end
+    ends = "\nif os.fork() == 0:\n    os._exit(5)\nos.wait()\nos._exit(3)\n"
+    request = request_for(tmp_path, f"import os\n{TRAIN}{ends}", steps=9)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-m", "memfit.api.dryrun_child", request], env=environment, stdout=2)
+
+    run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert (run.outcome, run.num_steps, run.exit_code) == (Outcome.FAILED, 5, 3)
+    assert run.estimate.timeline.blocks
+
+
+def test_a_result_that_one_disk_has_no_room_for_is_on_another(tmp_path):
+    layers = (str(tmp_path / "full"), str(tmp_path))
+    request = Request("train.py", False, (), find_device("t4"), result_path=f"{layers[0]}/result.json", layers=layers)
+
+    child._write_result(request, {"answer": 1})
+
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == {"answer": 1}
+    with pytest.raises(FileNotFoundError):
+        child._write_result(Request("train.py", False, (), find_device("t4"), result_path="/missing/result.json"), {})
+
+
 def test_settings_are_put_into_practice(tmp_path, monkeypatch):
     # GIVEN settings for the model, the optimizer, the batches and the allocator
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)

@@ -54,11 +54,23 @@ def test_processes_that_come_lower_the_limit():
     assert limit.wanted(held, room(GIB)) == 2 * GIB - margin(4 * GIB)
 
 
-def test_a_process_of_the_script_keeps_the_limit_that_it_began_with(monkeypatch):
+@pytest.fixture
+def process():
+    """A process that waits and may have two GiB."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
+        resource.prlimit(waiting.pid, resource.RLIMIT_DATA, (2 * GIB, resource.RLIM_INFINITY))
+        yield waiting.pid
+        waiting.kill()
+
+
+def limit_of(pid):
+    return resource.prlimit(pid, resource.RLIMIT_DATA)[0]
+
+
+def test_a_process_of_the_script_keeps_the_limit_that_it_began_with(process):
     # GIVEN a process that the script has started when it had two GiB
-    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
     parent = following()
-    child = parent.of_child(1)
+    child = parent.of_child(process)
 
     # WHEN little is left THEN the script's own process is refused more, and that one isn't
     held = MemoryUse(GIB, GIB)
@@ -163,45 +175,39 @@ def test_a_limit_that_refuses_what_is_only_reserved(held, refuses):
     assert limit.refuses_reservations(MemoryUse(*(size * MIB for size in held))) is refuses
 
 
-def test_a_process_that_has_lifted_its_limit_keeps_it(monkeypatch):
-    told = []
-    current = [2 * GIB]
-    monkeypatch.setattr(limits, "_current_limit", lambda pid: current[0])
-    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: told.append(size) or True)
-    limit = following()
+def test_a_process_that_has_lifted_its_limit_keeps_it(process):
+    limit = FollowingLimit(process, Ceiling(2 * GIB, 4 * GIB, "container"), None)
     limit.follow(MemoryUse(1, 1), room(GIB))
-    assert len(told) == 1
+    told = limit_of(process)
+    assert told < GIB
 
-    current[0] = 2**62
+    resource.prlimit(process, resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     limit.follow(MemoryUse(1, 1), room(2 * GIB))
-    current[0] = told[0]
+    assert limit_of(process) == resource.RLIM_INFINITY
+
+    resource.prlimit(process, resource.RLIMIT_DATA, (told, resource.RLIM_INFINITY))
     limit.follow(MemoryUse(1, 1), room(3 * GIB))
+    assert limit_of(process) == told
 
-    assert len(told) == 1
 
-
-def test_following_tells_the_kernel_only_of_changes(monkeypatch):
-    told = []
-    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
-    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: told.append((size, pid)) or True)
-    limit = FollowingLimit(77, Ceiling(2 * GIB, 4 * GIB, "container"), None)
+def test_following_tells_the_kernel_only_of_changes(process):
+    limit = FollowingLimit(process, Ceiling(2 * GIB, 4 * GIB, "container"), None)
     held = MemoryUse(100 * MIB, 100 * MIB)
     exact = 2 * GIB + margin(4 * GIB) - 100 * MIB
 
     limit.follow(held, room(exact))
     limit.follow(held, room(exact - MIB))
+    assert limit_of(process) == 2 * GIB
+
     limit.follow(held, room(exact - GIB))
     limit.follow(held, None)
-
-    assert told == [(GIB, 77)]
-    assert limit.data_bytes == GIB
+    assert limit_of(process) == limit.data_bytes == GIB
 
 
-def test_a_system_that_refuses_is_asked_once(monkeypatch):
+def test_a_system_that_refuses_is_asked_once(process, monkeypatch):
     asked = []
-    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
     monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: asked.append(size) or False)
-    limit = following()
+    limit = FollowingLimit(process, Ceiling(2 * GIB, 4 * GIB, "container"), None)
 
     limit.follow(MemoryUse(1, 1), room(GIB))
     limit.follow(MemoryUse(1, 1), room(GIB // 2))

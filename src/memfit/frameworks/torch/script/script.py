@@ -189,7 +189,7 @@ class ScriptRun:
     def _simulated(self) -> Iterator[None]:
         simulation = self.session.simulation
         parts = (self.loaders, self._checkpoints, self._processes, self._exit_functions)
-        replacements = [*(each for part in parts for each in part.replacements()), _tracebacks()]
+        replacements = [*(each for part in parts for each in part.replacements()), _tracebacks(), self._at_once()]
         if self._shared is not None:
             replacements += distributed.spawn_replacements(simulation.notes.report, self.session.devices)
         with (
@@ -199,6 +199,18 @@ class ScriptRun:
             simulation.with_stand_ins(),
         ):
             yield
+
+    def _at_once(self) -> Replacement:
+        """A script that ends without Python's own end leaves what has been seen; a process forked off it does not."""
+        script = os.getpid()
+
+        def leave_at_once(plain: Callable[[int], None], code: int) -> None:
+            leave, self._leave = self._leave, None
+            if leave is not None and os.getpid() == script:
+                leave(self._result(SystemExit(code)))
+            plain(code)
+
+        return around(os, "_exit", leave_at_once)
 
     def run(self) -> DryRun:
         """Runs the script and says how it went."""
