@@ -34,8 +34,8 @@ KEPT = "deletion-skipped"
 LAYER = "redirected"
 """Name of the layer in the dry run's folder."""
 
-# In that folder, too: what is real, and the folders that the program made, one to a line.
-_REAL, _MADE = "real.json", "made"
+# In that folder, too: what is real; the folders that the program made, one to a line; there where it made links.
+_REAL, _MADE, _LINKS = "real.json", "made", "links"
 # Before the name, in the layer, of what the user has and the program has removed.
 _GONE = ".memfit-gone."
 # There programs talk to the kernel and to each other.
@@ -109,6 +109,8 @@ class RedirectedFiles:
         self._report = report
         self._is_active = False
         self._new: set[str] = set()
+        self._links = os.path.join(self._folder, _LINKS)
+        self._folders: dict[str, str] = {}  # as the system resolves them
         known = Path(folder, _REAL)
         if not known.exists():
             # Asked for now: `tempfile` makes a file and removes it to find out, and holds a lock meanwhile.
@@ -217,6 +219,14 @@ class RedirectedFiles:
             whole = whole[len(self._layer) :]
         elif _is_live(whole) or is_within(whole, self._folder):
             return whole, False
+        if not os.path.exists(self._links):
+            # As the system resolves it, which is quick.
+            folder, name = os.path.split(whole)
+            if folder not in self._folders:
+                self._folders[folder] = os.path.realpath(folder)
+            here = os.path.join(self._folders[folder], name)
+            is_link = follows and os.path.islink(here) and self._link_at(here)[0]
+            return os.path.realpath(here) if is_link else here, False
         names, current, num_links, is_linked = whole.split(os.sep)[::-1], os.sep, 0, False
         while names:
             name = names.pop()
@@ -284,6 +294,10 @@ class RedirectedFiles:
         os.makedirs(self._layer + folder, exist_ok=True)
         self._report(REDIRECTED, f"{key} was not touched; what was saved there is discarded at the end")
         return self._layer + key
+
+    def _note_link(self) -> None:
+        with open(self._links, "ab"):
+            pass
 
     def _note_made(self, key: str) -> None:
         with open(os.path.join(self._folder, _MADE), "ab", buffering=0) as file:
@@ -389,6 +403,8 @@ class RedirectedFiles:
             shutil.move(here, place)
         else:
             shutil.copy2(here, place, follow_symlinks=False)
+        if os.path.islink(place):
+            self._note_link()
         self._hide(source)
 
     def _rename_folder(self, plain: Plain, source: str, destination: str) -> None:
@@ -421,7 +437,11 @@ class RedirectedFiles:
     ) -> None:
         key, _ = self._resolved(_whole(dst, dir_fd))
         self._check_free(key)
-        plain(os.fsdecode(src), key if self._is_real(key, is_opened=False) else self._prepared(key), *args, **options)
+        if self._is_real(key, is_opened=False):
+            plain(src, key, *args, **options)
+        else:
+            plain(os.fsdecode(src), self._prepared(key), *args, **options)
+            self._note_link()
 
     def _mkdir(self, plain: Plain, path: AnyPath, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         key, _ = self._resolved(_whole(path, dir_fd))
