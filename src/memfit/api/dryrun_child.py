@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -49,7 +50,10 @@ def main(request_path: str) -> int:
         processes.die_with_parent(processes.KILL)
     if request.until_fit:
         from memfit.api.keras_script import KerasScriptRun
+        from memfit.frameworks.torch.shapes.imports import watch_imports
 
+        if files is not None:
+            watch_imports({"h5py": partial(_redirect_h5py, files)})
         _interrupts.raise_again()
         try:
             script = KerasScriptRun(request)
@@ -89,6 +93,10 @@ def main(request_path: str) -> int:
         _interrupts.end_at_once()
     write(_with_advice(result))
     return result.exit_code or 0
+
+
+def _redirect_h5py(files: RedirectedFiles, module: Any) -> None:
+    module.File.__init__ = files.stand_in(module.File.__init__, files.open_h5py)
 
 
 def _with_advice(result: DryRun) -> DryRun:

@@ -149,6 +149,7 @@ class RedirectedFiles:
                 raise _missing(path)
             is_there = os.path.lexists(key) and not is_hidden
             fails = not os.path.isdir(folder) or not (is_there or creates) or (is_there and "x" in mode)
+            fails = fails or not os.access(key if is_there else folder, os.W_OK)
             if fails or (is_there and not os.path.isfile(key)) or self._is_real(key, is_opened):
                 return key if is_linked else path
             place = self._prepared(key)
@@ -178,7 +179,7 @@ class RedirectedFiles:
             self._truncate: ("truncate",),
         }
         values = {
-            getattr(os, name): self._stand_in(getattr(os, name), other)
+            getattr(os, name): self.stand_in(getattr(os, name), other)
             for other, names in others.items()
             for name in names
             if hasattr(os, name)
@@ -187,11 +188,11 @@ class RedirectedFiles:
         able = [
             (os, name, each | {value for plain, value in values.items() if plain in each}) for _, name, each in able
         ]
-        values |= {open: self._stand_in(open, self._open), io.FileIO: self._file_type()}
+        values |= {open: self.stand_in(open, self._open), io.FileIO: self._file_type()}
         with contextlib.suppress(ImportError):
             import sqlite3
 
-            values[sqlite3.connect] = self._stand_in(sqlite3.connect, self._connect)
+            values[sqlite3.connect] = self.stand_in(sqlite3.connect, self._connect)
         with contextlib.ExitStack() as stack:
             for module, name, value in [*held_by_modules(values), *able, (builtins, "open", values[open])]:
                 stack.callback(setattr, module, name, getattr(module, name))
@@ -200,7 +201,9 @@ class RedirectedFiles:
             stack.callback(setattr, self, "_is_active", False)
             yield
 
-    def _stand_in(self, plain: Plain, other: Callable[..., Any]) -> Callable[..., Any]:
+    def stand_in(self, plain: Plain, other: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls `other`, with the function first, or that function itself when the run is over."""
+
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._is_active or getattr(_thread, "is_real", False):
@@ -344,8 +347,16 @@ class RedirectedFiles:
 
         return FileIO
 
+    def open_h5py(
+        self, plain: Plain, file: Any, name: AnyPath, mode: str | None = "r", *args: Any, **kwargs: Any
+    ) -> None:
+        """For `h5py.File.__init__`: HDF5 opens files by itself."""
+        if isinstance(name, str | bytes | os.PathLike):
+            name = self.existing(name) if mode in (None, "r") else self.target(name, str(mode))
+        plain(file, name, mode, *args, **kwargs)
+
     def _connect(self, plain: Plain, database: AnyPath, *args: Any, **kwargs: Any) -> Any:
-        """SQLite opens files by itself."""
+        """For `sqlite3.connect`."""
         is_file = not kwargs.get("uri") and database not in ("", b"", ":memory:", b":memory:")
         return plain(self._opened(database, "a") if is_file else database, *args, **kwargs)
 

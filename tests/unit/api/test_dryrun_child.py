@@ -93,6 +93,15 @@ subprocess.run("rm -rf runs; echo gone > data.txt", shell=True, check=True)
 """
 
 
+WITHOUT_VIEW = """
+import sys
+from memfit.processes import overlay
+overlay.enter = lambda *args, **options: ("refused", [])
+from memfit.api.dryrun_child import main
+main(sys.argv[1])
+"""
+
+
 @pytest.mark.parametrize("has_view", [True, False])
 def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     # GIVEN files of the user's, and a system that gives a view of files, or none
@@ -109,12 +118,7 @@ def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     request = request_for(tmp_path, SAVES, steps=9, **options)
     command = [sys.executable, "-m", "memfit.api.dryrun_child", request]
     if not has_view:
-        refuse = "from memfit.processes import overlay; overlay.enter = lambda *args, **options: ('refused', [])"
-        command[1:] = [
-            "-c",
-            f"{refuse}; import sys; from memfit.api.dryrun_child import main; main(sys.argv[1])",
-            request,
-        ]
+        command[1:] = ["-c", WITHOUT_VIEW, request]
     cache = tmp_path / "cache"
     cache.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(cache)}
@@ -139,6 +143,34 @@ def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     assert found == {**expected, **by_command, "data/fetched.txt": "fetched"}
     told = collect(layers)
     assert {str(folder / name) for name in written} <= set(told)
+
+
+WRITES_WITH_H5PY = """
+import h5py, os
+os.remove("old.txt")
+with h5py.File("weights.h5", "w") as file:
+    file["kernel"] = [1, 2, 3]
+with h5py.File("weights.h5") as file:
+    print(list(file["kernel"]), os.listdir("."))
+"""
+
+
+def test_scripts_of_keras_keep_the_users_files_too(tmp_path):
+    pytest.importorskip("h5py")
+    folder, layers = tmp_path / "users", tmp_path / "layers"
+    folder.mkdir()
+    layers.mkdir()
+    for name in ("old.txt", "weights.h5"):
+        (folder / name).write_text("the user's")
+    options = {"layers": (str(layers),), "result_path": str(layers / "result.json"), "until_fit": True}
+    command = [sys.executable, "-c", WITHOUT_VIEW, request_for(tmp_path, WRITES_WITH_H5PY, **options)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+    assert done.stdout == "[1, 2, 3] ['weights.h5']\n", done.stderr
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        ("old.txt", "weights.h5"), "the user's"
+    )
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -151,20 +151,13 @@ class Checkpoints:
 
     def _of_h5py(self) -> list[Replacement]:
         """h5py opens files by itself. Where there is Keras, which saves with it, it is imported here."""
-        if "h5py" not in sys.modules and importlib.util.find_spec("keras") is None:
+        if self._files is None or ("h5py" not in sys.modules and importlib.util.find_spec("keras") is None):
             return []
         try:
             h5py: Any = importlib.import_module("h5py")
         except Exception:
             return []  # missing, or not fit for this Python: the script can't use it either
-
-        def init(plain: Plain, file: Any, name: Any, mode: str | None = "r", *args: Any, **kwargs: Any) -> None:
-            if self._files is not None and isinstance(name, str | bytes | os.PathLike):
-                reads = mode in (None, "r")
-                name = self._files.existing(name) if reads else self._files.target(name, str(mode))
-            plain(file, name, mode, *args, **kwargs)
-
-        return [self._around(h5py.File, "__init__", init)]
+        return [self._around(h5py.File, "__init__", self._files.open_h5py)]
 
     def _of_safetensors(self) -> tuple[list[Replacement], dict[Any, Any]]:
         """What to put in place, and what to put in place of each copy as well; nothing without safetensors."""
