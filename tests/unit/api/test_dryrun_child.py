@@ -151,7 +151,7 @@ os.remove("old.txt")
 with h5py.File("weights.h5", "w") as file:
     file["kernel"] = [1, 2, 3]
 with h5py.File("weights.h5") as file:
-    print(list(file["kernel"]), os.listdir("."))
+    print(file["kernel"][:].tolist(), os.listdir("."))
 """
 
 
