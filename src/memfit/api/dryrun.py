@@ -50,7 +50,7 @@ def dryrun(
     # Processes are of no use to anyone who doesn't run a script.
     from memfit.processes.entry_point import checked_arguments, find_target, keras_backend, simulated
     from memfit.processes.limits import has_devices
-    from memfit.processes.sequence import OnPyTorch, dry_run
+    from memfit.processes.sequence import NeedsPyTorch, dry_run
 
     options = options or DryRunOptions()
     words = checked_arguments(arguments, count=(count, 1), steps=(steps, 1), scan=(options.scan, 0))
@@ -89,7 +89,7 @@ def dryrun(
             ) from error
     try:
         run, too_large = dry_run(request, quiet_output=options.quiet_output, announce=announce)
-    except OnPyTorch as reason:
+    except NeedsPyTorch as reason:
         announce(f"{reason}: it runs once more, on the simulated GPU")
         simulated_target = on_installed_stack(plain_target, installed_stack(), "PyTorch")
         request = replace(request, device=simulated_target, until_fit=False)

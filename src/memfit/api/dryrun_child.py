@@ -9,19 +9,22 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memfit.allocator import memory_of
 from memfit.allocator.shared import SharedDevice, can_share
-from memfit.core import env
+from memfit.core import env, redirected_files
 from memfit.core import interrupts as _interrupts
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.progress import announce
+from memfit.core.redirected_files import RedirectedFiles, is_within, unredirected
 from memfit.core.units import format_size
 from memfit.processes import overlay
 from memfit.processes import process_tree as processes
@@ -40,20 +43,24 @@ def main(request_path: str) -> int:
     """Runs what the file asks for and writes the result where it says."""
     request = _read(request_path)
     # Before anything starts a thread.
+    files = None
     if request.layers:
-        _keep_files_apart(request)
+        files = _keep_files_apart(request)
         # A memfit that is killed can't end us, and the next one removes the folder with our files.
         processes.die_with_parent(processes.KILL)
     if request.until_fit:
         from memfit.api.keras_script import KerasScriptRun
+        from memfit.frameworks.torch.shapes.imports import watch_imports
 
+        if files is not None:
+            watch_imports({"h5py": partial(_redirect_h5py, files)})
         _interrupts.raise_again()
         try:
             script = KerasScriptRun(request)
             result = script.run()
         except KeyboardInterrupt:
             return 130
-        _write(request.result_path, {**_ended(result).to_json(), "on_torch": script.on_torch})
+        _write_result(request, {**_ended(result).to_json(), "on_torch": script.on_torch})
         return result.exit_code or 0
     # TorchScript runs as the Python it is made from; PyTorch reads this when it is imported.
     os.environ["PYTORCH_JIT"] = "0"
@@ -64,10 +71,10 @@ def main(request_path: str) -> int:
         os.environ["PYTORCH_ALLOC_CONF"] = ",".join(settings)
     from memfit.frameworks.torch.script.processes import following
 
-    run = _script_run(request, request_path, "")
+    run = _script_run(request, request_path, "", files)
 
     def write(result: DryRun) -> None:
-        _write(request.result_path, {**_ended(result).to_json(), "loader_ordinal": run.loaders.training})
+        _write_result(request, {**_ended(result).to_json(), "loader_ordinal": run.loaders.training})
 
     def leave(result: DryRun) -> None:
         write(result)
@@ -86,6 +93,10 @@ def main(request_path: str) -> int:
         _interrupts.end_at_once()
     write(_with_advice(result))
     return result.exit_code or 0
+
+
+def _redirect_h5py(files: RedirectedFiles, module: Any) -> None:
+    module.File.__init__ = files.stand_in(module.File.__init__, files.open_h5py)
 
 
 def _with_advice(result: DryRun) -> DryRun:
@@ -110,37 +121,41 @@ def _with_advice(result: DryRun) -> DryRun:
 
 
 def _read(request_path: str) -> Request:
-    request = Request.from_json(Path(request_path).read_text(encoding="utf-8"))
-    if request.layers and not request.checkpoint_folder:
-        # Ends with the run.
-        return replace(request, checkpoint_folder=os.path.join(request.layers[0], "checkpoints"))
-    return request
+    return Request.from_json(Path(request_path).read_text(encoding="utf-8"))
 
 
-def _keep_files_apart(request: Request) -> None:
+def _keep_files_apart(request: Request) -> RedirectedFiles | None:
     """What the script and its processes write from now on is theirs alone, where that can be; what remains is said."""
     script = [] if request.module else [os.path.dirname(os.path.realpath(request.script))]
     written = [os.getcwd(), *script, os.path.expanduser("~")]
     # The script's own folder is no cache, wherever caches are said to be.
-    caches = [path for path in env.download_folders() if not any(overlay.is_within(each, path) for each in written)]
+    caches = [path for path in env.download_folders() if not any(is_within(each, path) for each in written)]
     reason, read_only = overlay.enter(request.layers, shared=(*caches, *request.writable), written=written)
+    files = None
     if reason:
+        files = redirected_files.follow(request.layers[0], real=(*caches, *request.writable))
+        os.environ[env.REDIRECTED_FILES] = request.layers[0]
+        overlay.redirect(request.layers[0])
         announce(
-            f"the script's files can't be isolated here ({reason}): its checkpoints are redirected and yours are kept, "
-            "but everything else that it writes or removes, and the commands it runs, take effect"
+            f"the kernel can't isolate the script's files here ({reason}): Python's functions on files do it instead. "
+            "What commands and compiled libraries write or remove by themselves takes effect"
         )
-        return
+    else:
+        overlay.copy_renamed_folders()
     real = [path for path in dict.fromkeys((*caches, *request.writable, "/dev/shm")) if os.path.isdir(path)]
-    real = [path for path in real if not any(path != each and overlay.is_within(path, each) for each in real)]
+    real = [path for path in real if not any(path != each and is_within(path, each) for each in real)]
     others = "" if os.geteuid() == 0 else "; it can't write to files of other users (EOVERFLOW)"
+    if files is not None:
+        others = f"; what is new in {tempfile.gettempdir()} stays"
     announce(f"files that the script writes are discarded when it ends, except below {_named(real)}{others}")
     for layer in request.layers:
-        if os.path.isdir(os.path.join(layer, "view")):
+        if any(os.path.isdir(os.path.join(layer, name)) for name in ("view", redirected_files.LAYER)):
             threading.Thread(
                 target=_watch_room, args=(layer, request.layers[0]), daemon=True, name="memfit-room"
             ).start()
     if read_only:
         announce(f"the script can't write below {_named(read_only)}: no overlay on these file systems")
+    return files
 
 
 def _watch_room(folder: str, first: str) -> None:
@@ -185,12 +200,16 @@ _followed: list["ScriptRun"] = []
 def follow(request_path: str) -> None:
     """Simulates the device of a request in this process too, which the request's script has started."""
     request = _read(request_path)
-    run = _script_run(request, request_path, " ".join(map(os.path.basename, sys.argv[:1])) or "a process")
+    folder = os.environ.get(env.REDIRECTED_FILES)
+    files = redirected_files.follow(folder) if folder else None
+    if request.layers and files is None:
+        overlay.copy_renamed_folders()
+    run = _script_run(request, request_path, " ".join(map(os.path.basename, sys.argv[:1])) or "a process", files)
     run.follow()
     _followed.append(run)
 
 
-def _script_run(request: Request, request_path: str, name: str) -> "ScriptRun":
+def _script_run(request: Request, request_path: str, name: str, files: RedirectedFiles | None) -> "ScriptRun":
     from memfit.frameworks.torch.script.script import ScriptRun
 
     # It looks for a CUDA library, which simulating its work doesn't need; its traceback reads as if the script failed.
@@ -206,15 +225,25 @@ def _script_run(request: Request, request_path: str, name: str) -> "ScriptRun":
     def write_process(result: DryRun) -> None:
         _write(os.path.join(folder, f"process-{os.getpid()}.json"), result.to_json())
 
-    # Processes that the script starts are in the view of files that the first one has entered.
-    private = any(os.path.exists(os.path.join(layer, overlay.LAYERS)) for layer in request.layers[:1])
-    return ScriptRun(request, memory, configure, shared, private_files=private, write_process=write_process)
+    return ScriptRun(request, memory, configure, shared, files=files, write_process=write_process)
+
+
+def _write_result(request: Request, data: dict[str, Any]) -> None:
+    """Writes the result; into another of the run's folders, which are on other disks, where the first one's is full."""
+    name = os.path.basename(request.result_path)
+    for path in (request.result_path, *(os.path.join(folder, name) for folder in request.layers[1:])):
+        try:
+            return _write(path, data)
+        except OSError as error:
+            failed = error
+    raise failed
 
 
 def _write(path: str, data: dict[str, Any]) -> None:
     temporary = Path(path + ".tmp")
-    temporary.write_text(json.dumps(data), encoding="utf-8")
-    temporary.replace(path)
+    with unredirected():
+        temporary.write_text(json.dumps(data), encoding="utf-8")
+        temporary.replace(path)
 
 
 def _end(code: int) -> NoReturn:

@@ -89,11 +89,7 @@ def _subject(arguments: argparse.Namespace) -> tuple[str | Job, list[str], bool]
         if arguments.steps is not None:
             raise BadInput("--steps is for a script; a job has its own.")
         return targets.load_job(arguments.job, arguments), [], False
-    name, *words = arguments.script
     if not arguments.devices:
-        targets.check_device_before_script(words, "memfit diff SNAPSHOT --device a100-40gb --script train.py ...")
-    if name != "-m":
-        return name, words, False
-    if not words:
-        raise BadInput("-m takes the dotted name of a module, such as --script -m my_package.train; none was given.")
-    return words[0], words[1:], True
+        command = "memfit diff SNAPSHOT --device a100-40gb --script train.py ..."
+        targets.check_device_before_script(arguments.script, command)
+    return targets.program_of(arguments.script)

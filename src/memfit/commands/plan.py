@@ -170,8 +170,8 @@ def _script(arguments: argparse.Namespace) -> tuple[str, list[str], bool]:
                 f"--{option.replace('_', '-')} is for a TARGET; a script has its own. "
                 "Pass it to the script, after its name."
             )
-    name, *given = arguments.script
     if arguments.target_before_script is not None:
+        name = arguments.script[0]
         raise BadInput(
             f"either a TARGET or a script is planned, but {arguments.target_before_script!r} and --script {name} were "
             "given. Leave out one of them; arguments of the script come after its name."
@@ -179,15 +179,8 @@ def _script(arguments: argparse.Namespace) -> tuple[str, list[str], bool]:
     # argparse leaves what follows `--` to the positional arguments.
     rest = [] if arguments.target is None else ["--", arguments.target, *arguments.rest]
     if arguments.device is None and arguments.budget is None:
-        targets.check_device_before_script(given, "memfit plan --device a100-40gb --script train.py ...")
-    words = [*given, *rest]
-    if name != "-m":
-        return name, words, False
-    if not words:
-        raise BadInput(
-            "-m takes the dotted name of a module, such as --script -m my_package.train, but none was given."
-        )
-    return words[0], words[1:], True
+        targets.check_device_before_script(arguments.script, "memfit plan --device a100-40gb --script train.py ...")
+    return targets.program_of([*arguments.script, *rest])
 
 
 def _report_smallest(error: PlanNotFound, arguments: argparse.Namespace) -> int:

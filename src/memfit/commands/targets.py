@@ -128,6 +128,16 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
+def program_of(words: Sequence[str]) -> tuple[str, list[str], bool]:
+    """The script or module that the rest of a line names, what it is given, and whether it is a module."""
+    name, *given = words
+    if name != "-m":
+        return name, given, False
+    if not given:
+        raise BadInput("-m takes the name of a module, such as -m my_package.train, but none was given.")
+    return given[0], given[1:], True
+
+
 def script_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     """The script or module, and what it is given."""
     if arguments.module is None:
@@ -136,9 +146,7 @@ def script_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
         return arguments.script, arguments.arguments
     # argparse leaves what follows `--` to the positional arguments.
     rest = [] if arguments.script is None else ["--", arguments.script, *arguments.arguments]
-    if not arguments.module:
-        raise BadInput("-m takes the name of a module, such as -m my_package.train, but none was given.")
-    name, *given = arguments.module
+    name, given, _ = program_of(["-m", *arguments.module])
     return name, [*given, *rest]
 
 

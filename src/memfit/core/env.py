@@ -10,6 +10,10 @@ SIMULATION = "MEMFIT_SIMULATION"
 """Set in a dry run for the processes that the script starts: the path of the file with what is simulated."""
 
 
+REDIRECTED_FILES = "MEMFIT_FILES"
+"""Set in a dry run for the processes that the script starts: the folder with the files that it has written."""
+
+
 def allocator_settings() -> str:
     """The settings of PyTorch's caching allocator, in PyTorch's own syntax; the newer name counts first."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""

@@ -27,7 +27,7 @@ class Room:
     limit_of: str  # "container" or "machine"
 
 
-class Groups:
+class ControlGroups:
     """The control groups of this process, which are also those of the processes that it starts."""
 
     def __init__(self, root: Path = _ROOT) -> None:

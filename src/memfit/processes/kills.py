@@ -15,8 +15,8 @@ from memfit.core.supervised import Cause, Ending, ProcessMemory
 from memfit.core.units import format_size
 from memfit.core.worker_ends import name_of_signal
 from memfit.processes.limits import Ceiling, is_full, is_mostly_reserved
-from memfit.processes.process_tree import Held
-from memfit.processes.watch import Seen
+from memfit.processes.process_tree import MemoryUse
+from memfit.processes.watch import WatchedMemory
 
 # Native code that gets no memory may crash instead of saying so, and may have asked for much at once.
 _CLOSE = 0.7
@@ -89,7 +89,7 @@ class Evidence:
     status: int  # its exit code; negative for a signal
     pid: int  # the script's own process
     seconds: float  # when, from the start of the run on
-    seen: Seen
+    seen: WatchedMemory
     ceiling: Ceiling
     error: dict[str, Any] | None = None  # the exception that ended it, as its process told
     cannot_fit: str = ""  # a guard's last word that nothing is left to try
@@ -131,7 +131,7 @@ def _was_refused_address_space(evidence: Evidence, error: dict[str, Any]) -> boo
         return False
     limit, data, used = (error.get(name) for name in ("data_limit_bytes", "data_bytes", "used_bytes"))
     if limit is not None and data is not None and used is not None:
-        held, requested = Held(used, data), error.get("requested_bytes")
+        held, requested = MemoryUse(used, data), error.get("requested_bytes")
         if error.get("memory") and requested:
             return bool(data + requested > limit and used + requested <= most)
         if error.get("memory"):

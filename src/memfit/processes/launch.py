@@ -27,6 +27,7 @@ from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
 from memfit.core.estimate import Estimate, Note
 from memfit.core.progress import announce, doing
+from memfit.core.redirected_files import remove_made
 from memfit.core.units import format_size
 from memfit.core.worker_ends import name_of_signal
 from memfit.processes import process_tree as processes
@@ -35,6 +36,9 @@ from memfit.processes.overlay import collect
 
 DEVICE = "device"  # name of the file beside the request that tells what each process holds
 FAILED = "process-failed"
+_RESULT = "result.json"
+# Of a terminal that goes away, too; a program that ignores it, as with nohup, goes on.
+_TERMINATING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 # Seconds after which a run without a step says what it is doing; the last again and again.
 _MOMENTS = (10.0, 30.0, 60.0)
@@ -62,7 +66,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _Terminated(BaseException):
-    """We were asked to end."""
+    """We were asked to end, by the signal that is its argument."""
 
 
 def run_child(
@@ -84,10 +88,12 @@ def run_child(
         folders = [folder]
         with suppress(OSError):
             folders.append(stack.enter_context(temporary_folder("/dev/shm")))
-        request_path, result_path = Path(folder, "request.json"), Path(folder, "result.json")
+        request_path = Path(folder, "request.json")
         # One run's files are enough; those of a further one would be the same.
         kept = "" if silent else request.checkpoint_folder
-        asked = replace(request, result_path=str(result_path), layers=tuple(folders), checkpoint_folder=kept)
+        asked = replace(
+            request, result_path=os.path.join(folder, _RESULT), layers=tuple(folders), checkpoint_folder=kept
+        )
         request_path.write_text(json.dumps(asked.to_json()), encoding="utf-8")
         try:
             words = [*(command or processes.DRYRUN), str(request_path)]
@@ -97,30 +103,32 @@ def run_child(
                     words, stdout_to_stderr, silent, timeout_seconds, is_ours="-m" in words, until_fit=request.until_fit
                 )
         except subprocess.TimeoutExpired:
-            return _crash(request, -getattr(signal, "SIGALRM", signal.SIGTERM)).to_json()
+            return _crash(request, -getattr(signal, "SIGALRM", signal.SIGTERM), folder).to_json()
         except KeyboardInterrupt:
-            known = _read(result_path)
+            known = _read(folders)
             if known is None:
                 raise
             known = _with_files(known, folder, kept)
             raise Interrupted(replace(DryRun.from_json(known), outcome=Outcome.INTERRUPTED, error="")) from None
-        data = _read(result_path) or _crash(request, return_code).to_json()
+        data = _read(folders) or _crash(request, return_code, folder).to_json()
         return _with_files(with_other_processes(data, Path(folder)), folder, kept)
 
 
 def _with_files(data: dict[str, Any], folder: str, kept: str) -> dict[str, Any]:
     """The result with where the script's files are by now: "" for those that were not to be kept."""
-    redirected = data["redirected"] if kept else dict.fromkeys(data["redirected"], "")
-    return {**data, "redirected": {**redirected, **collect(Path(folder), kept)}}
+    files = collect(Path(folder), kept)
+    remove_made(folder)
+    return {**data, "redirected": files}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        DryRun.from_json(data)
-    except (OSError, ValueError, BadFile):
-        return None
-    return dict(data)
+def _read(folders: Sequence[str]) -> dict[str, Any] | None:
+    """The result that the child has left in the first folder, or in another where that one's disk was full."""
+    for folder in folders:
+        with suppress(OSError, ValueError, BadFile):
+            data = json.loads(Path(folder, _RESULT).read_text(encoding="utf-8"))
+            DryRun.from_json(data)
+            return dict(data)
+    return None
 
 
 def _run(
@@ -202,40 +210,46 @@ def _stop(process: subprocess.Popen[bytes], error: BaseException, shares_termina
 
 @contextmanager
 def _passing_on_termination() -> Iterator[None]:
-    """SIGTERM ends the script and clears up before it ends us."""
+    """SIGTERM and SIGHUP end the script and clear up before they end us."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: Any) -> None:
-        raise _Terminated
+        raise _Terminated(number)
 
-    before = signal.signal(signal.SIGTERM, stop)
-    terminated = False
+    numbers = [number for number in _TERMINATING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    terminated: _Terminated | None = None
     try:
         yield
-    except _Terminated:
-        terminated = True
+    except _Terminated as error:
+        terminated = error
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-    if terminated:
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if terminated is not None:
+        os.kill(os.getpid(), terminated.args[0])
         # Only a handler of the caller's own lets us get here.
         raise KeyboardInterrupt
 
 
-def _crash(request: Request, return_code: int) -> DryRun:
-    """A run that left no result: why, as far as its return code tells."""
+def _crash(request: Request, return_code: int, folder: str) -> DryRun:
+    """A run that left no result: why, as far as its return code tells, and what its device has seen until then."""
     error = f"the process ended with exit code {return_code} and left no result; what it printed last may say why"
     if return_code < 0:
         name = name_of_signal(-return_code)
         error = f"the process was ended by {name}" + (f", {_REASONS[name]}" if name in _REASONS else "")
+    peak_bytes, shares = read_shares(os.path.join(folder, DEVICE))
+    num_steps = max((share.num_steps for share in shares), default=0)
+    if peak_bytes:
+        error += f"; until then it took {num_steps} steps and held {format_size(peak_bytes)} at most (simulated)"
     return DryRun(
         script=request.script,
         arguments=request.arguments,
         estimate=None,
         outcome=Outcome.CRASHED,
-        num_steps=0,
+        num_steps=num_steps,
         steps_wanted=request.steps,
         num_devices=request.count,
         error=error,
@@ -259,7 +273,7 @@ def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     fatal = next((other for other in others if other.outcome is Outcome.OUT_OF_MEMORY), None)
     if fatal is not None and (run.outcome is not Outcome.COMPLETED or not run.num_steps):
         # Whatever became of the others, the one that died is the one to look at.
-        largest = run = replace(fatal, script=run.script, arguments=run.arguments, redirected=run.redirected)
+        largest = run = replace(fatal, script=run.script, arguments=run.arguments)
     failed = [other for other in others if other.outcome is Outcome.FAILED]
     outcome, error, suspicion = _outcome(run, others, failed)
     estimate = _estimate(largest, run, peak_bytes, [other.error for other in failed] if not error else ())
@@ -271,7 +285,6 @@ def with_other_processes(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         suspicion=suspicion,
         num_steps=max(run.num_steps, *(other.num_steps for other in others), 0),
         failures=largest.failures if fatal is not None else (*run.failures, *(f for o in others for f in o.failures)),
-        redirected={path: place for each in (*others, run) for path, place in each.redirected.items()},
         allocator=largest.allocator,
         seen=largest.seen if run.seen is not None else None,
         processes=_named(shares),

@@ -21,7 +21,7 @@ from memfit.core import env
 from memfit.core.own_memory import limits as own_limits
 from memfit.core.units import MIB
 from memfit.processes.cgroups import Room
-from memfit.processes.process_tree import Held
+from memfit.processes.process_tree import MemoryUse
 
 _MIN_MARGIN_BYTES = 32 * MIB
 # Page tables and the kernel's own structures grow with what a process uses.
@@ -130,7 +130,7 @@ class FollowingLimit:
         child._least_bytes = child.data_bytes or 0
         return child
 
-    def follow(self, held: Held, room: Room | None, seconds: float | None = None) -> None:
+    def follow(self, held: MemoryUse, room: Room | None, seconds: float | None = None) -> None:
         """Sets the limit anew where what is left has changed."""
         if not self._works or self.data_bytes is None or (room is None and self._budget_bytes is None):
             return
@@ -144,7 +144,7 @@ class FollowingLimit:
             # It has lifted its limit, and needs the room to say what went wrong.
             self._works = False
 
-    def wanted(self, held: Held, room: Room | None, seconds: float | None = None) -> int:
+    def wanted(self, held: MemoryUse, room: Room | None, seconds: float | None = None) -> int:
         """The limit that lets the process use what is left, for what is held and free now."""
         unused = max(0, held.data_bytes - held.used_bytes)
         reserved = self._settled(unused, time.monotonic() if seconds is None else seconds)
@@ -170,7 +170,7 @@ class FollowingLimit:
         # A container's limit varies anyway, and has no byte to spare.
         return least if self._budget_bytes is None else least - least % _RESERVED_STEP_BYTES
 
-    def is_exceeded_by(self, held: Held, room: Room | None = None) -> bool:
+    def is_exceeded_by(self, held: MemoryUse, room: Room | None = None) -> bool:
         """Whether the process has used more than it may, which only what was left out of the limit makes possible."""
         budget, limit = self._budget_bytes, self.data_bytes
         if self._reserves and room is not None and room.free_bytes < margin(room.limit_bytes) // 2:
@@ -179,7 +179,7 @@ class FollowingLimit:
             return False
         return held.used_bytes > budget + margin(budget)
 
-    def refuses_reservations(self, held: Held) -> bool:
+    def refuses_reservations(self, held: MemoryUse) -> bool:
         """Whether the process has mapped all it may, and much of that is unused."""
         limit = self.data_bytes
         return limit is not None and is_full(held.data_bytes, limit) and is_mostly_reserved(held, limit)
@@ -190,6 +190,6 @@ def is_full(data_bytes: int, limit_bytes: int) -> bool:
     return data_bytes >= _FULL_SHARE * limit_bytes
 
 
-def is_mostly_reserved(held: Held, limit_bytes: int) -> bool:
+def is_mostly_reserved(held: MemoryUse, limit_bytes: int) -> bool:
     """Whether what a process has mapped and doesn't use is a part of its limit that it may be short of."""
     return held.data_bytes - held.used_bytes >= max(_RESERVED_STEP_BYTES, _MUCH_SHARE * limit_bytes)

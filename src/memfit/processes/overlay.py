@@ -15,6 +15,8 @@ When the script has ended, however that was, the layers show what it wrote (`col
 
 import contextlib
 import ctypes
+import errno
+import functools
 import itertools
 import json
 import os
@@ -23,14 +25,15 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memfit.core.progress import announce
+from memfit.core.redirected_files import LAYER, is_within, move_folder
 
 LAYERS = "layers.json"
-"""In the first of the folders given to `enter`: pairs of a folder of the user and of the one with what was written."""
+"""In the first folder of a dry run: pairs of a folder of the user and of the one with what was written."""
 
 # From linux/sched.h and linux/mount.h.
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
@@ -57,7 +60,7 @@ _MAX_COPIED_BYTES = 16 * 2**20
 _BYTECODE = "__pycache__"
 
 
-class _Mount(NamedTuple):
+class _MountPoint(NamedTuple):
     path: str
     kind: str
     is_read_only: bool
@@ -108,6 +111,23 @@ def _tried(view: "_View", place: Path) -> str:
     return "" if answer == b"\0" else answer.decode(errors="replace") or "it ended"
 
 
+def copy_renamed_folders() -> None:
+    """From now on this process copies the folders that it renames: of the layer below, only root may rename them."""
+    for name in ("rename", "replace"):
+        plain = getattr(os, name)
+        setattr(os, name, functools.wraps(plain)(functools.partial(_rename, plain)))
+
+
+def _rename(plain: Callable[..., None], src: Any, dst: Any, **descriptors: int | None) -> None:
+    try:
+        plain(src, dst, **descriptors)
+    except OSError as error:
+        has_moved = error.errno == errno.EXDEV and os.path.isdir(src) and not os.path.islink(src)
+        if not has_moved or descriptors or os.stat(src).st_dev != os.stat(os.path.dirname(dst) or ".").st_dev:
+            raise
+        move_folder(src, dst)
+
+
 class _View:
     """A view that is being built, in which `folder` stays what it is; the others are as for `enter`."""
 
@@ -120,7 +140,7 @@ class _View:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._is_root = False
         self._root = ""
-        self._mounts: dict[str, _Mount] = {}
+        self._mounts: dict[str, _MountPoint] = {}
         self._split_above: set[str] = set()
         self._layers: list[tuple[str, str]] = []
         self._read_only: list[str] = []
@@ -167,7 +187,7 @@ class _View:
         self._call("umount2", b".", _DETACH)
         os.chdir(working)
         # Whoever finds it takes it that files are kept apart, so that it comes last.
-        Path(self._folder, LAYERS).write_text(json.dumps(self._layers), encoding="utf-8")
+        _note(self._folder, self._layers)
         if not self._is_root:
             # Those of the namespace, by which the script could write to what it may not.
             self._libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)())
@@ -285,7 +305,7 @@ class _View:
             raise OSError(number, os.strerror(number), what or function)
 
 
-def _mounts() -> Iterator[_Mount]:
+def _mounts() -> Iterator[_MountPoint]:
     """All mounts; of those at the same path the last is the one that is seen."""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
@@ -293,7 +313,7 @@ def _mounts() -> Iterator[_Mount]:
         kind, _, options_of_all = after.split(" ")[:3]
         # Spaces and the like are written as \040.
         path = re.sub(r"\\([0-7]{3})", lambda escaped: chr(int(escaped[1], 8)), path)
-        yield _Mount(path, kind, "ro" in options.split(",") or "ro" in options_of_all.split(","))
+        yield _MountPoint(path, kind, "ro" in options.split(",") or "ro" in options_of_all.split(","))
 
 
 def _sockets() -> list[str]:
@@ -314,11 +334,6 @@ def _topmost_owned(path: str) -> str:
     parts = Path(path)
     above = [str(each) for each in reversed((parts, *parts.parents))]
     return next((each for each in above if os.stat(each).st_uid == os.geteuid()), path)
-
-
-def is_within(path: str, folder: str) -> bool:
-    """Whether an absolute path is that of a folder or of something in it."""
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def collect(folder: Path, kept: str = "") -> dict[str, str]:
@@ -353,6 +368,15 @@ def written_bytes(folder: Path) -> int:
                 with contextlib.suppress(OSError):
                     total += os.lstat(os.path.join(current, name)).st_blocks * 512
     return total
+
+
+def redirect(folder: str) -> None:
+    """Says that what the script writes is in the layer of `RedirectedFiles`; `folder` is that of the dry run."""
+    _note(folder, [("/", os.path.join(folder, LAYER))])
+
+
+def _note(folder: str, layers: list[tuple[str, str]]) -> None:
+    Path(folder, LAYERS).write_text(json.dumps(layers), encoding="utf-8")
 
 
 def _layers(folder: Path) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryUse:
     """Memory of a process."""
 
     anonymous_bytes: int  # memory of its own
@@ -86,17 +86,17 @@ def _prctl(option: int, value: int) -> bool:
         return False
 
 
-def held_by(pid: int) -> Held | None:
+def held_by(pid: int) -> MemoryUse | None:
     """What a process holds; None where it is gone or can't be looked at."""
     if not IS_LINUX:
         try:
             memory = psutil().Process(pid).memory_info()
         except psutil().Error:
             return None
-        return Held(int(memory.rss), int(memory.vms))
+        return MemoryUse(int(memory.rss), int(memory.vms))
     sizes = status_bytes(f"/proc/{pid}/status", b"RssAnon", b"VmData", b"RssShmem", b"VmSwap")
     # One that has ended and was not waited for yet has none of these lines.
-    return None if sizes[0] is None or sizes[1] is None else Held(sizes[0], sizes[1], sizes[2] or 0, sizes[3] or 0)
+    return None if sizes[0] is None or sizes[1] is None else MemoryUse(sizes[0], sizes[1], sizes[2] or 0, sizes[3] or 0)
 
 
 def name_of(pid: int) -> str:

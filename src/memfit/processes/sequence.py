@@ -23,7 +23,7 @@ _MAX_AHEAD = 1000
 _STEPS_OF_PARTS = 2
 
 
-class OnPyTorch(Exception):
+class NeedsPyTorch(Exception):
     """A script that was taken for one of Keras is to run on a simulated GPU; says why."""
 
 
@@ -43,7 +43,7 @@ def dry_run(
 
     Raises:
         Interrupted: the user interrupted it; has what was known by then.
-        OnPyTorch: it was to run until its first step with Keras, took none, and uses PyTorch.
+        NeedsPyTorch: it was to run until its first step with Keras, took none, and uses PyTorch.
     """
     started = time.perf_counter()
     data = run_child(request, stdout_to_stderr=quiet_output)
@@ -58,7 +58,7 @@ def dry_run(
             data, run = again, _counted_as_eager(eager, run.error)
     too_large = None
     if request.until_fit and data.get("on_torch"):
-        raise OnPyTorch(data["on_torch"])
+        raise NeedsPyTorch(data["on_torch"])
     if request.until_fit:
         # A single step was estimated, and there is no more to see.
         return replace(run, seconds=time.perf_counter() - started), None

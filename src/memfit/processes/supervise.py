@@ -20,10 +20,10 @@ from memfit.core.supervised import Attempt, Cause, Configuration, Ending, RunMar
 from memfit.core.units import format_size
 from memfit.processes import child, kills, limits
 from memfit.processes import process_tree as processes
-from memfit.processes.cgroups import Groups
+from memfit.processes.cgroups import ControlGroups
 from memfit.processes.folders import temporary_folder
 from memfit.processes.limits import has_devices
-from memfit.processes.watch import History, Seen, Watch, is_shared_memory_full
+from memfit.processes.watch import History, Watch, WatchedMemory, is_shared_memory_full
 
 _OUTCOMES = {
     Cause.ENDED: RunOutcome.COMPLETED,
@@ -63,7 +63,7 @@ class Supervisor:
         self._retries = retries
         self._quiet_output = quiet_output
         self._announce = announce
-        self._groups = Groups()
+        self._groups = ControlGroups()
         self._history = History()
         self._origin, self._clock_origin = time.monotonic(), time.time()
         self._attempts: list[Attempt] = []
@@ -163,7 +163,13 @@ class Supervisor:
         return self._next(events, last, folder / TRACEBACK)
 
     def _finish(
-        self, configuration: Configuration, ending: Ending, started: float, seen: Seen, events: list[Event], last: Last
+        self,
+        configuration: Configuration,
+        ending: Ending,
+        started: float,
+        seen: WatchedMemory,
+        events: list[Event],
+        last: Last,
     ) -> None:
         """Adds the attempt, with what its events tell, and marks what happened."""
         number, guarded = len(self._attempts) + 1, "guard" in last

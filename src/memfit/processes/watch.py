@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from memfit.core.supervised import ProcessMemory, Sample
 from memfit.processes import process_tree as processes
-from memfit.processes.cgroups import Groups, Room
+from memfit.processes.cgroups import ControlGroups, Room
 from memfit.processes.limits import FollowingLimit
-from memfit.processes.process_tree import Held
+from memfit.processes.process_tree import MemoryUse
 
 _PERIOD_SECONDS = 0.2
 # At first a script loads libraries, and may be gone before the first full period is.
@@ -28,7 +28,7 @@ _MAX_SAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class WatchedMemory:
     """Peak memory and events of a watched process tree."""
 
     peak: ProcessMemory | None = None  # the process that held most, and when; None where nothing was seen
@@ -72,14 +72,14 @@ def _larger(first: Sample, second: Sample) -> Sample:
 class Watch:
     """Watches one attempt, in a thread of its own, while the `with` block lasts."""
 
-    def __init__(self, pid: int, groups: Groups, limit: FollowingLimit, history: History, origin: float) -> None:
+    def __init__(self, pid: int, groups: ControlGroups, limit: FollowingLimit, history: History, origin: float) -> None:
         self._pid, self._groups, self._limit, self._history, self._origin = pid, groups, limit, history, origin
         self._limits: dict[int, FollowingLimit] = {}
         self._room: Room | None = None
         self._used_bytes = self._num_samples = 0
         self._others: list[int] = []
         self._names: dict[int, str] = {}
-        self._seen = Seen(by_pid={})
+        self._seen = WatchedMemory(by_pid={})
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memfit-watch", daemon=True)
 
@@ -92,7 +92,7 @@ class Watch:
         self._thread.join()
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> WatchedMemory:
         """The figures so far."""
         return replace(self._seen, data_limit_bytes=self._limit.data_bytes)
 
@@ -157,7 +157,7 @@ class Watch:
         self._room, self._used_bytes = replace(room, free_bytes=room.free_bytes - taken), held.used_bytes
         self._follow(self._pid, self._limit, held)
 
-    def _follow(self, pid: int, limit: FollowingLimit, held: Held) -> None:
+    def _follow(self, pid: int, limit: FollowingLimit, held: MemoryUse) -> None:
         """Adjusts a process's limit, and stops the script if it uses more than its budget anyway."""
         seconds = time.monotonic() - self._origin
         if limit.refuses_reservations(held):

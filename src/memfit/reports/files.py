@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memfit.core.redirected_files import unredirected
 
+
+@unredirected()
 def write_whole(render: Callable[[], str], path: str | os.PathLike[str]) -> Path:
     """Write what `render` gives to `path`, whole or not at all, and give back the path.
 

@@ -190,10 +190,10 @@ def sum_up(notes: Iterable[Note]) -> str:
     return f"{values} read from the device and replaced by a stand-in, which changes no size by itself{places}"
 
 
-def shown_notes(notes: Sequence[Note], hidden: str = "") -> list[Note]:
-    """The notes but for those with the code `hidden`, with one for all values that were read from the device."""
+def shown_notes(notes: Sequence[Note]) -> list[Note]:
+    """The notes, with one for all values that were read from the device."""
     summed_up = sum_up(notes)
-    shown = [note for note in notes if note.code not in (HARMLESS, hidden)]
+    shown = [note for note in notes if note.code != HARMLESS]
     return [*shown, Note(HARMLESS, summed_up)] if summed_up else shown
 
 

@@ -15,6 +15,7 @@ from memfit.catalogue import find_device
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.settings import Settings
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
+from memfit.processes.overlay import collect
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,7 +69,7 @@ def test_a_request_becomes_a_result(tmp_path):
 
 
 SAVES = """
-import os, subprocess, sys
+import os, shutil, subprocess, sys
 import torch
 from torch import nn
 
@@ -83,7 +84,21 @@ writer = torch._C.PyTorchFileWriter("older.pt")
 writer.write_record("a", b"b", 1)
 writer.write_end_of_file()
 open("data/fetched.txt", "w").write("fetched")
+shutil.rmtree("logs")
+os.makedirs("logs")
+open("logs/train.log", "a").write("begun")
+subprocess.run([sys.executable, "-c", "open('notes.txt', 'a').write(open('logs/train.log').read())"], check=True)
+print(open("notes.txt").read())
 subprocess.run("rm -rf runs; echo gone > data.txt", shell=True, check=True)
+"""
+
+
+WITHOUT_VIEW = """
+import sys
+from memfit.processes import overlay
+overlay.enter = lambda *args, **options: ("refused", [])
+from memfit.api.dryrun_child import main
+main(sys.argv[1])
 """
 
 
@@ -91,7 +106,8 @@ subprocess.run("rm -rf runs; echo gone > data.txt", shell=True, check=True)
 def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     # GIVEN files of the user's, and a system that gives a view of files, or none
     folder, layers = tmp_path / "users", tmp_path / "layers"
-    for name in ("model.pt", "older.pt", *(("runs/a.pt", "data.txt") if has_view else ())):
+    written = ("model.pt", "older.pt", "logs/train.log", "notes.txt")
+    for name in (*written, *(("runs/a.pt", "data.txt") if has_view else ())):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("the user's")
         os.utime(folder / name, (1, 1))
@@ -102,12 +118,7 @@ def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     request = request_for(tmp_path, SAVES, steps=9, **options)
     command = [sys.executable, "-m", "memfit.api.dryrun_child", request]
     if not has_view:
-        refuse = "from memfit.processes import overlay; overlay.enter = lambda *args, **options: ('refused', [])"
-        command[1:] = [
-            "-c",
-            f"{refuse}; import sys; from memfit.api.dryrun_child import main; main(sys.argv[1])",
-            request,
-        ]
+        command[1:] = ["-c", WITHOUT_VIEW, request]
     cache = tmp_path / "cache"
     cache.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(cache)}
@@ -120,19 +131,46 @@ def test_the_users_files_stay_what_they_are(tmp_path, monkeypatch, has_view):
     if has_view and done.stderr.startswith("memfit: no view"):
         pytest.skip(done.stderr)
 
-    # AND the user's files are what they were; where others than checkpoints are not, that was said
-    assert ("everything else that it writes or removes" in done.stderr) is not has_view
-    assert (f"except below {cache}" in done.stderr) is has_view
-    for path in folder.rglob("*.pt"):
-        assert path.read_text() == "the user's"
-    if has_view:
-        assert sorted(os.listdir(folder)) == ["data", "data.txt", "model.pt", "older.pt", "runs"]
-        assert (folder / "data" / "fetched.txt").read_text() == "fetched"
-        assert (folder / "data.txt").read_text() == "the user's"
-        assert run.redirected == {}
-    else:
-        assert set(run.redirected) == {str(folder / "model.pt"), str(folder / "older.pt")}
-        assert all(place.startswith(str(layers)) for place in run.redirected.values())
+    # AND so does a process that it starts
+    assert done.stdout.endswith("the user'sbegun\n")
+
+    # AND the user's files are what they were, but for what a command did where there is no view, which was said
+    assert ("What commands and compiled libraries write" in done.stderr) is not has_view
+    assert f"except below {cache}" in done.stderr
+    by_command = {} if has_view else {"data.txt": "gone\n"}
+    expected = dict.fromkeys([*written, *(["runs/a.pt", "data.txt"] if has_view else [])], "the user's")
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == {**expected, **by_command, "data/fetched.txt": "fetched"}
+    told = collect(layers)
+    assert {str(folder / name) for name in written} <= set(told)
+
+
+WRITES_WITH_H5PY = """
+import h5py, os
+os.remove("old.txt")
+with h5py.File("weights.h5", "w") as file:
+    file["kernel"] = [1, 2, 3]
+with h5py.File("weights.h5") as file:
+    print(file["kernel"][:].tolist(), os.listdir("."))
+"""
+
+
+def test_scripts_of_keras_keep_the_users_files_too(tmp_path):
+    pytest.importorskip("h5py")
+    folder, layers = tmp_path / "users", tmp_path / "layers"
+    folder.mkdir()
+    layers.mkdir()
+    for name in ("old.txt", "weights.h5"):
+        (folder / name).write_text("the user's")
+    options = {"layers": (str(layers),), "result_path": str(layers / "result.json"), "until_fit": True}
+    command = [sys.executable, "-c", WITHOUT_VIEW, request_for(tmp_path, WRITES_WITH_H5PY, **options)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+    assert done.stdout == "[1, 2, 3] ['weights.h5']\n", done.stderr
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        ("old.txt", "weights.h5"), "the user's"
+    )
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -147,6 +185,29 @@ def test_the_exit_code_is_the_scripts_own(tmp_path, monkeypatch, code):
         assert main(request) == code
     run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert (run.exit_code, run.outcome) == (code, Outcome.FAILED if code else Outcome.NO_STEP)
+
+
+def test_a_script_that_ends_at_once_leaves_what_was_seen(tmp_path):
+    # GIVEN a script that ends, with a process forked off it, without Python's own end
+    ends = "\nif os.fork() == 0:\n    os._exit(5)\nos.wait()\nos._exit(3)\n"
+    request = request_for(tmp_path, f"import os\n{TRAIN}{ends}", steps=9)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-m", "memfit.api.dryrun_child", request], env=environment, stdout=2)
+
+    run = DryRun.from_json((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert (run.outcome, run.num_steps, run.exit_code) == (Outcome.FAILED, 5, 3)
+    assert run.estimate.timeline.blocks
+
+
+def test_a_result_that_one_disk_has_no_room_for_is_on_another(tmp_path):
+    layers = (str(tmp_path / "full"), str(tmp_path))
+    request = Request("train.py", False, (), find_device("t4"), result_path=f"{layers[0]}/result.json", layers=layers)
+
+    child._write_result(request, {"answer": 1})
+
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == {"answer": 1}
+    with pytest.raises(FileNotFoundError):
+        child._write_result(Request("train.py", False, (), find_device("t4"), result_path="/missing/result.json"), {})
 
 
 def test_settings_are_put_into_practice(tmp_path, monkeypatch):

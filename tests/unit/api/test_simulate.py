@@ -1,5 +1,7 @@
 """A device for a few lines of a notebook."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -144,3 +146,30 @@ def test_a_page_of_it(tmp_path):
 def test_what_cannot_be_simulated(given, message):
     with pytest.raises(BadInput, match=message), memfit.simulate(**given):
         pytest.fail("it began")
+
+
+def test_files_that_were_there_stay_and_reports_are_written(tmp_path, monkeypatch):
+    # GIVEN a checkpoint, a log and a report of the user's
+    monkeypatch.chdir(tmp_path)
+    files = {"model.pt": "the user's", "log.txt": "the user's", "report.html": "<old>"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    # WHEN a program saves, appends and reports
+    with memfit.simulate("t4") as device:
+        model = nn.Linear(100, 100).cuda()
+        torch.save(model.state_dict(), "model.pt")
+        model.load_state_dict(torch.load("model.pt"))
+        with open("log.txt", "a") as log, open("new.txt", "w") as new:
+            log.write(", changed")
+            new.write("new")
+        assert (tmp_path / "log.txt").read_text() == "the user's, changed"
+        device.report("report.html")
+
+    # THEN nothing that was there has changed but the report that was asked for
+    assert (tmp_path / "model.pt").read_text() == (tmp_path / "log.txt").read_text() == "the user's"
+    assert (tmp_path / "new.txt").read_text() == "new"
+    assert len((tmp_path / "report.html").read_text()) > 1000
+    assert sorted(os.listdir(tmp_path)) == ["log.txt", "model.pt", "new.txt", "report.html"]
+    noted = [note.text for note in device.estimate().notes if note.code == "checkpoint-redirected"]
+    assert any(f"{tmp_path}/model.pt was not touched" in text for text in noted)

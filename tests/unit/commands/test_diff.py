@@ -72,7 +72,7 @@ def test_snapshots_that_cannot_be_compared(tmp_path, script, capsys, content, op
         (["--job", "x.py:job", "--script", "x.py"], "is needed, once"),
         (["--steps", "0", "--script", "x.py"], "--steps must be at least 1"),
         (["--steps", "3", "--job", "x.py:job"], "--steps is for a script"),
-        (["--script", "-m"], "-m takes the dotted name"),
+        (["--script", "-m"], "-m takes the name of a module"),
         (["--script", "train.py", "--device", "t4"], "--device came after the script"),
         (["-d", "t4,a10g", "--job", "x.py:job"], "one device"),
     ],

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from memfit.core.units import GIB, MIB
-from memfit.processes.cgroups import Groups, Room
+from memfit.processes.cgroups import ControlGroups, Room
 
 UNLIMITED = 9223372036854771712
 MOUNT_1 = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
@@ -18,7 +18,7 @@ def tree(tmp_path):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(str(text))
-        return Groups(tmp_path)
+        return ControlGroups(tmp_path)
 
     return build
 

@@ -7,11 +7,13 @@ from memfit.core.supervised import Cause, ProcessMemory
 from memfit.core.units import GIB, MIB
 from memfit.processes.kills import Evidence, KernelLog, explain, logged_kill
 from memfit.processes.limits import Ceiling
-from memfit.processes.watch import Seen
+from memfit.processes.watch import WatchedMemory
 
 SCRIPT = ProcessMemory(70, "python", 900 * MIB, 3.0)
 WORKER = ProcessMemory(71, "worker", 300 * MIB, 3.0)
-SEEN = Seen(peak=SCRIPT, last=SCRIPT, by_pid={70: SCRIPT, 71: WORKER}, data_bytes=GIB, data_limit_bytes=4 * GIB)
+SEEN = WatchedMemory(
+    peak=SCRIPT, last=SCRIPT, by_pid={70: SCRIPT, 71: WORKER}, data_bytes=GIB, data_limit_bytes=4 * GIB
+)
 MEMORY = {"type": "RuntimeError", "text": "can't allocate", "memory": True, "source": "torch"}
 
 
@@ -73,7 +75,7 @@ def test_a_kill_by_somebody_else():
 
 @pytest.mark.parametrize(("free_bytes", "cause"), [(MIB, Cause.KILLED), (GIB // 2, Cause.SIGNALLED)])
 def test_where_the_kernel_tells_nothing_what_was_left_decides(free_bytes, cause):
-    seen = Seen(last=SCRIPT, by_pid={}, least_free_bytes=free_bytes)
+    seen = WatchedMemory(last=SCRIPT, by_pid={}, least_free_bytes=free_bytes)
 
     assert explain(evidence(-signal.SIGKILL, seen=seen)).cause is cause
 
@@ -105,7 +107,7 @@ def test_a_rank_that_was_killed_under_a_launcher():
 
 @pytest.mark.parametrize(("full", "cause"), [(True, Cause.SHARED_MEMORY), (False, Cause.SIGNALLED)])
 def test_a_bus_error(full, cause):
-    seen = Seen(last=SCRIPT, by_pid={}, shared_memory_full=full)
+    seen = WatchedMemory(last=SCRIPT, by_pid={}, shared_memory_full=full)
 
     assert explain(evidence(-signal.SIGBUS, seen=seen)).cause is cause
 
@@ -117,7 +119,7 @@ def test_shared_memory_that_is_full_by_exception():
 @pytest.mark.parametrize(("data_bytes", "cause"), [(3 * GIB, Cause.CRASHED), (GIB, Cause.SIGNALLED)])
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
 def test_a_crash_counts_as_memory_only_near_the_limit(number, data_bytes, cause):
-    seen = Seen(last=SCRIPT, by_pid={}, data_bytes=data_bytes, data_limit_bytes=4 * GIB)
+    seen = WatchedMemory(last=SCRIPT, by_pid={}, data_bytes=data_bytes, data_limit_bytes=4 * GIB)
 
     assert explain(evidence(-number, seen=seen)).cause is cause
 
@@ -135,7 +137,7 @@ def test_a_signal_without_a_name():
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
 def test_a_crash_in_a_step_of_tensorflow_is_taken_for_memory_far_from_the_limit_too(number):
-    far = Seen(peak=SCRIPT, last=SCRIPT, by_pid={}, data_bytes=GIB // 4, data_limit_bytes=4 * GIB)
+    far = WatchedMemory(peak=SCRIPT, last=SCRIPT, by_pid={}, data_bytes=GIB // 4, data_limit_bytes=4 * GIB)
 
     ending = explain(evidence(-number, seen=far, guarded_by="TensorFlow"))
 
@@ -147,7 +149,7 @@ def test_a_crash_in_a_step_of_tensorflow_is_taken_for_memory_far_from_the_limit_
     "changes", [{}, {"guarded_by": "TensorFlow", "ceiling": Ceiling(GIB, GIB, "machine")}], ids=str
 )
 def test_a_crash_far_from_any_limit_is_the_scripts_own(changes):
-    far = Seen(peak=SCRIPT, last=SCRIPT, by_pid={}, data_bytes=GIB // 4, data_limit_bytes=4 * GIB)
+    far = WatchedMemory(peak=SCRIPT, last=SCRIPT, by_pid={}, data_bytes=GIB // 4, data_limit_bytes=4 * GIB)
 
     assert explain(evidence(-signal.SIGSEGV, seen=far, **changes)).cause is Cause.SIGNALLED
 

@@ -66,6 +66,24 @@ def test_no_folder_of_a_run_is_left_however_it_ends(tmp_path, monkeypatch, capfd
     assert not any(map(os.path.exists, capfd.readouterr().out.split()))
 
 
+DIES_ON_THE_DEVICE = """
+import os, pathlib, sys
+from memfit.allocator.shared import SharedDevice
+device = SharedDevice(str(pathlib.Path(sys.argv[1]).parent / "device"), None, 0)
+device.hold(3 * 2**20)
+device.note(2, 7, False)
+os.abort()
+"""
+
+
+def test_a_crash_tells_what_the_device_has_seen(capfd):
+    run = DryRun.from_json(run_child(request(), command=[sys.executable, "-c", DIES_ON_THE_DEVICE]))
+
+    assert (run.outcome, run.num_steps) == (Outcome.CRASHED, 2)
+    assert "ended by SIGABRT" in run.error
+    assert run.error.endswith("; until then it took 2 steps and held 3.00 MiB at most (simulated)")
+
+
 KILLED = """
 import memfit.api, sys
 from memfit.catalogue import find_device
@@ -257,7 +275,10 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("behaviour", ["waits", "ignores"])
-@pytest.mark.parametrize(("number", "return_code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "return_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
+)
 def test_a_signal_to_us_ends_the_script_and_what_it_started(tmp_path, behaviour, number, return_code):
     # GIVEN a parent whose child, with a process of its own, is waiting
     ready = tmp_path / "ready"

@@ -9,7 +9,7 @@ from memfit.core.units import GIB, MIB
 from memfit.processes import limits
 from memfit.processes.cgroups import Room
 from memfit.processes.limits import Ceiling, FollowingLimit, ceiling, margin
-from memfit.processes.process_tree import Held
+from memfit.processes.process_tree import MemoryUse
 
 
 def room(free_bytes, limit_bytes=4 * GIB, of="container"):
@@ -48,42 +48,54 @@ def following(start=2 * GIB, budget=None):
 
 def test_processes_that_come_lower_the_limit():
     limit = following()
-    held = Held(GIB, GIB)
+    held = MemoryUse(GIB, GIB)
 
     assert limit.wanted(held, room(2 * GIB)) == 3 * GIB - margin(4 * GIB)
     assert limit.wanted(held, room(GIB)) == 2 * GIB - margin(4 * GIB)
 
 
-def test_a_process_of_the_script_keeps_the_limit_that_it_began_with(monkeypatch):
+@pytest.fixture
+def process():
+    """A process that waits and may have two GiB."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
+        resource.prlimit(waiting.pid, resource.RLIMIT_DATA, (2 * GIB, resource.RLIM_INFINITY))
+        yield waiting.pid
+        waiting.kill()
+
+
+def limit_of(pid):
+    return resource.prlimit(pid, resource.RLIMIT_DATA)[0]
+
+
+def test_a_process_of_the_script_keeps_the_limit_that_it_began_with(process):
     # GIVEN a process that the script has started when it had two GiB
-    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
     parent = following()
-    child = parent.of_child(1)
+    child = parent.of_child(process)
 
     # WHEN little is left THEN the script's own process is refused more, and that one isn't
-    held = Held(GIB, GIB)
+    held = MemoryUse(GIB, GIB)
     assert parent.wanted(held, room(GIB // 2)) < 2 * GIB
     assert child.wanted(held, room(GIB // 2)) == 2 * GIB
 
 
 def test_a_process_keeps_what_it_has():
     # GIVEN a container with nothing left
-    assert following().wanted(Held(GIB, 3 * GIB), room(0)) == 3 * GIB
+    assert following().wanted(MemoryUse(GIB, 3 * GIB), room(0)) == 3 * GIB
 
 
 def test_a_budget_is_never_exceeded():
-    assert following(budget=GIB).wanted(Held(100, 100), room(4 * GIB)) == GIB
+    assert following(budget=GIB).wanted(MemoryUse(100, 100), room(4 * GIB)) == GIB
 
 
 def test_a_limit_that_was_there_before_is_never_exceeded(monkeypatch):
     monkeypatch.setattr(limits, "own_limits", lambda: (5 * MIB, None))
 
-    assert following().wanted(Held(100, 100), room(4 * GIB)) == 5 * MIB
+    assert following().wanted(MemoryUse(100, 100), room(4 * GIB)) == 5 * MIB
 
 
 def test_memory_that_stays_unused_counts_as_free_in_the_end():
     # GIVEN a process with a GiB of stacks that it never uses
-    limit, held = following(), Held(GIB, 2 * GIB)
+    limit, held = following(), MemoryUse(GIB, 2 * GIB)
     first = limit.wanted(held, room(2 * GIB), 0.0)
     for tick in range(1, 20):
         last = limit.wanted(held, room(2 * GIB), 0.2 * tick)
@@ -96,9 +108,9 @@ def test_memory_that_stays_unused_counts_as_free_in_the_end():
 def test_memory_that_was_just_mapped_is_about_to_be_used():
     limit = following()
     for tick in range(20):
-        limit.wanted(Held(GIB, GIB), room(2 * GIB), 0.2 * tick)
+        limit.wanted(MemoryUse(GIB, GIB), room(2 * GIB), 0.2 * tick)
 
-    assert limit.wanted(Held(GIB, 2 * GIB), room(2 * GIB), 4.0) == 3 * GIB - margin(4 * GIB)
+    assert limit.wanted(MemoryUse(GIB, 2 * GIB), room(2 * GIB), 4.0) == 3 * GIB - margin(4 * GIB)
 
 
 def settled(limit, held, free_bytes=3 * GIB):
@@ -108,50 +120,50 @@ def settled(limit, held, free_bytes=3 * GIB):
 
 def test_a_budget_counts_what_is_used_and_not_what_is_reserved():
     # GIVEN an allocator that has reserved a GiB ahead, as that of pyarrow does
-    assert settled(following(budget=GIB), Held(100 * MIB, 100 * MIB + GIB)) == 2 * GIB
+    assert settled(following(budget=GIB), MemoryUse(100 * MIB, 100 * MIB + GIB)) == 2 * GIB
     # What has been swapped out is in use.
-    assert settled(following(budget=GIB), Held(0, GIB, swapped_bytes=GIB)) == GIB
+    assert settled(following(budget=GIB), MemoryUse(0, GIB, swapped_bytes=GIB)) == GIB
     # What every process has mapped ahead changes nothing.
-    assert settled(following(budget=GIB), Held(100 * MIB, 131 * MIB)) == GIB
+    assert settled(following(budget=GIB), MemoryUse(100 * MIB, 131 * MIB)) == GIB
 
 
 def test_where_nothing_is_known_of_the_machine_a_budget_is_followed():
     limit = following(budget=GIB)
-    limit.wanted(Held(0, GIB), None, 0.0)
+    limit.wanted(MemoryUse(0, GIB), None, 0.0)
 
-    assert limit.wanted(Held(0, GIB), None, 3.0) == 2 * GIB
+    assert limit.wanted(MemoryUse(0, GIB), None, 3.0) == 2 * GIB
 
 
 def test_what_was_reserved_and_is_used_now_counts():
     limit = following(budget=GIB)
-    settled(limit, Held(0, GIB))
+    settled(limit, MemoryUse(0, GIB))
 
-    assert limit.wanted(Held(GIB // 2, GIB), room(3 * GIB), 4.0) == GIB + GIB // 2
+    assert limit.wanted(MemoryUse(GIB // 2, GIB), room(3 * GIB), 4.0) == GIB + GIB // 2
 
 
 def test_a_process_that_may_reserve_gets_a_limit_when_it_holds_much():
     limit = FollowingLimit(0, Ceiling(GIB, GIB, "budget"), GIB, reserves=True)
 
-    assert limit.wanted(Held(400 * MIB, 40 * GIB), room(3 * GIB)) > 100 * GIB
-    assert limit.wanted(Held(600 * MIB, 600 * MIB + 40 * GIB), room(3 * GIB)) == 41 * GIB
+    assert limit.wanted(MemoryUse(400 * MIB, 40 * GIB), room(3 * GIB)) > 100 * GIB
+    assert limit.wanted(MemoryUse(600 * MIB, 600 * MIB + 40 * GIB), room(3 * GIB)) == 41 * GIB
 
 
 def test_only_what_was_left_out_can_exceed_a_budget():
-    over = Held(GIB + 2 * margin(GIB), 3 * GIB)
+    over = MemoryUse(GIB + 2 * margin(GIB), 3 * GIB)
     limit = FollowingLimit(0, Ceiling(GIB, GIB, "budget"), GIB)
     assert not limit.is_exceeded_by(over)
 
     limit.data_bytes = 2 * GIB
     assert limit.is_exceeded_by(over)
-    assert not limit.is_exceeded_by(Held(GIB, 3 * GIB))
+    assert not limit.is_exceeded_by(MemoryUse(GIB, 3 * GIB))
 
 
 def test_a_process_that_may_reserve_does_not_fill_the_machine():
     limit = FollowingLimit(0, Ceiling(GIB, GIB, "machine"), None, reserves=True)
 
-    assert limit.is_exceeded_by(Held(GIB, GIB), room(MIB))
-    assert not limit.is_exceeded_by(Held(GIB, GIB), room(GIB))
-    assert not following().is_exceeded_by(Held(GIB, GIB), room(MIB))
+    assert limit.is_exceeded_by(MemoryUse(GIB, GIB), room(MIB))
+    assert not limit.is_exceeded_by(MemoryUse(GIB, GIB), room(GIB))
+    assert not following().is_exceeded_by(MemoryUse(GIB, GIB), room(MIB))
 
 
 @pytest.mark.parametrize(
@@ -160,51 +172,45 @@ def test_a_process_that_may_reserve_does_not_fill_the_machine():
 def test_a_limit_that_refuses_what_is_only_reserved(held, refuses):
     limit = FollowingLimit(0, Ceiling(1000 * MIB, None, ""), None)
 
-    assert limit.refuses_reservations(Held(*(size * MIB for size in held))) is refuses
+    assert limit.refuses_reservations(MemoryUse(*(size * MIB for size in held))) is refuses
 
 
-def test_a_process_that_has_lifted_its_limit_keeps_it(monkeypatch):
-    told = []
-    current = [2 * GIB]
-    monkeypatch.setattr(limits, "_current_limit", lambda pid: current[0])
-    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: told.append(size) or True)
-    limit = following()
-    limit.follow(Held(1, 1), room(GIB))
-    assert len(told) == 1
+def test_a_process_that_has_lifted_its_limit_keeps_it(process):
+    limit = FollowingLimit(process, Ceiling(2 * GIB, 4 * GIB, "container"), None)
+    limit.follow(MemoryUse(1, 1), room(GIB))
+    told = limit_of(process)
+    assert told < GIB
 
-    current[0] = 2**62
-    limit.follow(Held(1, 1), room(2 * GIB))
-    current[0] = told[0]
-    limit.follow(Held(1, 1), room(3 * GIB))
+    resource.prlimit(process, resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    limit.follow(MemoryUse(1, 1), room(2 * GIB))
+    assert limit_of(process) == resource.RLIM_INFINITY
 
-    assert len(told) == 1
+    resource.prlimit(process, resource.RLIMIT_DATA, (told, resource.RLIM_INFINITY))
+    limit.follow(MemoryUse(1, 1), room(3 * GIB))
+    assert limit_of(process) == told
 
 
-def test_following_tells_the_kernel_only_of_changes(monkeypatch):
-    told = []
-    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
-    monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: told.append((size, pid)) or True)
-    limit = FollowingLimit(77, Ceiling(2 * GIB, 4 * GIB, "container"), None)
-    held = Held(100 * MIB, 100 * MIB)
+def test_following_tells_the_kernel_only_of_changes(process):
+    limit = FollowingLimit(process, Ceiling(2 * GIB, 4 * GIB, "container"), None)
+    held = MemoryUse(100 * MIB, 100 * MIB)
     exact = 2 * GIB + margin(4 * GIB) - 100 * MIB
 
     limit.follow(held, room(exact))
     limit.follow(held, room(exact - MIB))
+    assert limit_of(process) == 2 * GIB
+
     limit.follow(held, room(exact - GIB))
     limit.follow(held, None)
-
-    assert told == [(GIB, 77)]
-    assert limit.data_bytes == GIB
+    assert limit_of(process) == limit.data_bytes == GIB
 
 
-def test_a_system_that_refuses_is_asked_once(monkeypatch):
+def test_a_system_that_refuses_is_asked_once(process, monkeypatch):
     asked = []
-    monkeypatch.setattr(limits, "_current_limit", lambda pid: 2 * GIB)
     monkeypatch.setattr(limits, "set_data_limit", lambda size, pid: asked.append(size) or False)
-    limit = following()
+    limit = FollowingLimit(process, Ceiling(2 * GIB, 4 * GIB, "container"), None)
 
-    limit.follow(Held(1, 1), room(GIB))
-    limit.follow(Held(1, 1), room(GIB // 2))
+    limit.follow(MemoryUse(1, 1), room(GIB))
+    limit.follow(MemoryUse(1, 1), room(GIB // 2))
 
     assert len(asked) == 1
     assert limit.data_bytes == 2 * GIB
@@ -212,7 +218,7 @@ def test_a_system_that_refuses_is_asked_once(monkeypatch):
 
 def test_without_a_limit_there_is_none_to_follow():
     limit = FollowingLimit(0, Ceiling(None, None, ""), None)
-    limit.follow(Held(1, 1), room(GIB))
+    limit.follow(MemoryUse(1, 1), room(GIB))
 
     assert limit.data_bytes is None
 

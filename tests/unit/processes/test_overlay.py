@@ -260,7 +260,7 @@ def test_disks_below_run_are_kept_apart_and_talk_among_programs_is_not(monkeypat
         ("/dev/shm", "tmpfs", False),
         ("/srv", "ext4", False),
     ]
-    view._mounts = {path: overlay._Mount(path, kind, is_read_only) for path, kind, is_read_only in rows}
+    view._mounts = {path: overlay._MountPoint(path, kind, is_read_only) for path, kind, is_read_only in rows}
 
     assert sorted(view._kept_among_live()) == ["/dev/shm/work", "/run/media/me/disk"]
 

@@ -9,9 +9,9 @@ from memfit.core.supervised import Sample
 from memfit.core.units import GIB, MIB
 from memfit.processes import process_tree as processes
 from memfit.processes import watch
-from memfit.processes.cgroups import Groups, Room
+from memfit.processes.cgroups import ControlGroups, Room
 from memfit.processes.limits import Ceiling, FollowingLimit
-from memfit.processes.process_tree import Held
+from memfit.processes.process_tree import MemoryUse
 from memfit.processes.watch import History, Watch, is_shared_memory_full
 
 pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="/proc is Linux's")
@@ -26,7 +26,7 @@ worker.communicate(b"\\n")
 """
 
 
-class FixedGroups(Groups):
+class FixedGroups(ControlGroups):
     def __init__(self):
         self.free_bytes = GIB
 
@@ -119,9 +119,9 @@ def test_what_the_script_takes_between_two_samples_is_not_free_any_more(grown, m
     watching = Watch(grown.pid, FixedGroups(), limit, History(), time.monotonic())
     told = []
     monkeypatch.setattr(limit, "follow", lambda held, room, seconds: told.append(held.used_bytes + room.free_bytes))
-    monkeypatch.setattr(processes, "held_by", lambda pid: Held(100 * MIB, 100 * MIB))
+    monkeypatch.setattr(processes, "held_by", lambda pid: MemoryUse(100 * MIB, 100 * MIB))
     watching.sample()
-    monkeypatch.setattr(processes, "held_by", lambda pid: Held(400 * MIB, 400 * MIB))
+    monkeypatch.setattr(processes, "held_by", lambda pid: MemoryUse(400 * MIB, 400 * MIB))
     watching._follow_quickly()
 
     assert set(told) == {GIB + 100 * MIB}

@@ -100,10 +100,8 @@ def hear(address: str) -> None:
 
 
 def rename_folder(name: str) -> None:
-    try:
-        os.rename(name, "renamed")
-    except OSError:  # by root alone; `redirected_files` copies
-        shutil.move(name, "renamed")
+    os.rename(name, "renamed")
+    assert os.listdir("renamed") == ["a.pt"]
 
 
 WAYS = {
@@ -138,6 +136,7 @@ def main() -> None:
         give_up_mounting()
     shared = [os.path.abspath("cache")]
     reason, read_only = overlay.enter([sys.argv[1]], shared=shared, written=[os.getcwd()])
+    overlay.copy_renamed_folders()
     told = {"reason": reason, "read only": read_only, "failed": {}}
     if not reason:
         Path("cache", "fetched").write_text("fetched", encoding="utf-8")

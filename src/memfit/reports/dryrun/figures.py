@@ -14,8 +14,6 @@ from memfit.reports.estimate.figures import printable
 from memfit.reports.estimate.payload import build_payload
 from memfit.reports.parts import HARMLESS, KEEPS, Part, Report, note_line, shown_notes
 
-REDIRECTED = "checkpoint-redirected"  # code of the notes on checkpoints, which have a part of their own
-
 NUM_TOP = 5
 _REPORT = (
     "If it runs on a GPU, please report this to memfit's maintainers, with the traceback above, the lines of the "
@@ -272,7 +270,7 @@ def scan_lines(run: DryRun) -> list[str]:
 def notes(run: DryRun) -> list[Note]:
     """The notes that are shown, with one for all values that were read from the device."""
     given = () if run.estimate is None else run.estimate.notes
-    return shown_notes(given, hidden=REDIRECTED if run.redirected else "")
+    return shown_notes(given)
 
 
 def note_lines(run: DryRun) -> list[str]:

@@ -1,10 +1,12 @@
 """A dry run's checkpoints without the rest of the simulation: shape-only tensors that say they are on the GPU."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from memfit.core.redirected_files import LAYER, RedirectedFiles, remove_made, unredirected
 from memfit.frameworks.torch.script.checkpoints import Checkpoints
 from memfit.frameworks.torch.shapes.device_labels import address_replacements
 from memfit.frameworks.torch.shapes.patching import Replacement, replaced
@@ -41,11 +43,12 @@ class Places:
 class Run:
     """What a test sees of a dry run."""
 
-    def __init__(self, folder, **options):
+    def __init__(self, folder, private=False, **options):
         self.notes = []
         self.places = Places()
         self.folder = folder
-        self.checkpoints = Checkpoints(str(folder), self.report, self.places.put, **options)
+        self.files = None if private else RedirectedFiles(str(folder), report=self.report)
+        self.checkpoints = Checkpoints(self.files, self.report, self.places.put, **options)
 
     def report(self, code, text):
         self.notes.append((code, text))
@@ -55,18 +58,28 @@ class Run:
 
     @property
     def redirected(self):
-        return self.checkpoints.files.redirected
+        """The files written, by the path the script gave, and where they are."""
+        with unredirected():
+            layer = Path(self.folder, LAYER)
+            paths = [path for path in layer.rglob("*") if path.is_file() and not path.is_symlink()]
+            return {f"/{path.relative_to(layer)}": str(path) for path in paths}
 
 
 @contextmanager
 def dry_run(folder, num_devices=1, **options):
+    Path(folder).mkdir(exist_ok=True)
     run = Run(folder, **options)
     devices = [
         Replacement(torch.cuda, "device_count", lambda: num_devices),
         Replacement(torch.cuda, "current_device", lambda: 0),
     ]
-    with replaced([*devices, *address_replacements(), *run.checkpoints.replacements()]), Shown():
+    with (
+        run.files.in_place() if run.files else nullcontext(),
+        replaced([*devices, *address_replacements(), *run.checkpoints.replacements()]),
+        Shown(),
+    ):
         yield run
+    remove_made(folder)
 
 
 def simulated(*size, **options):

@@ -251,16 +251,6 @@ def test_notes_name_their_place_and_stand_ins_are_summed_up():
     ]
 
 
-def test_checkpoints_that_are_listed_need_no_notes():
-    redirected = Note("checkpoint-redirected", "a.pt was not touched", "train.py:4")
-    estimate = make_run_estimate(notes=(redirected,))
-
-    assert run_figures.note_lines(make_run(estimate=estimate, redirected={"a.pt": "b.pt"})) == []
-    assert run_figures.note_lines(make_run(estimate=estimate)) == [
-        "checkpoint redirected at train.py:4: a.pt was not touched"
-    ]
-
-
 def test_many_stand_ins_stay_one_line():
     notes = tuple(Note("stand-in-value", "a value", f"train.py:{line}") for line in (1, 1, 2, 3, 4, 5))
     run = make_run(estimate=make_run_estimate(notes=notes))

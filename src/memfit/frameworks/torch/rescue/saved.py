@@ -31,7 +31,7 @@ Rerun = Callable[[Callable[[], torch.UntypedStorage]], torch.UntypedStorage]
 """Runs something that needs memory, and makes room for it if there is none."""
 
 
-class Block:
+class SavedBlock:
     """A storage with all that is saved of it."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -62,7 +62,7 @@ class Saved:
 
     __slots__ = ("__weakref__", "_block", "_layout", "_version", "alias")
 
-    def __init__(self, alias: torch.Tensor, block: Block | None) -> None:
+    def __init__(self, alias: torch.Tensor, block: SavedBlock | None) -> None:
         self.alias = alias
         self._version = internals.version_of(alias)
         self._block = block
@@ -102,7 +102,7 @@ class Shelf:
         self._rerun = rerun
         self._eager = eager
         # A block goes with the last tensor that is saved of it.
-        self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._blocks: weakref.WeakValueDictionary[int, SavedBlock] = weakref.WeakValueDictionary()
         self.moved_bytes = 0  # bytes moved away so far, over all steps
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class Shelf:
             if storage.nbytes() < LEAST_BYTES or is_of_parameter:
                 return Saved(alias, None)
             # What is saved again is needed sooner: it moves to the end of the order.
-            block = self._blocks.pop(internals.storage_address(storage), None) or Block(storage)
+            block = self._blocks.pop(internals.storage_address(storage), None) or SavedBlock(storage)
             self._blocks[block.key] = block
             del storage
             saved = Saved(alias, block)

@@ -20,17 +20,16 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed
 
+from memfit.core.redirected_files import AnyPath, Plain, RedirectedFiles, held_by_modules
 from memfit.core.units import MIB
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.script.redirected_files import Path, Plain, RedirectedFiles, Report
 from memfit.frameworks.torch.script.shape_only import Place, ShapeOnly, as_shape, checked_device, is_shape_only
-from memfit.frameworks.torch.shapes.patching import Replacement
+from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 OVERWRITTEN = "file-overwritten"
 
@@ -51,17 +50,16 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: str | None,  # where redirected files go; None: a new temporary folder, made on first use
-        report: Report,  # takes (code, text) of each file redirected and each deletion skipped
+        files: RedirectedFiles | None,  # where Python's functions have stand-ins; None: what is written is real
+        report: Callable[[str, str], None],  # takes (code, text) of each file that holds shapes, unnoticed
         place: Place,
         device_of: Callable[[torch.Tensor], torch.device] = lambda tensor: _ON_DEVICE,
         num_ranks: int = 1,  # processes that the simulated one is said to be one of
-        *,
-        private: bool = False,  # whether nobody but the script sees what it writes
     ) -> None:
         self._num_ranks = num_ranks
         self._report = report
-        self.files = RedirectedFiles(folder, report, private=private)
+        self._files = files
+        self._is_active = False
         self._shapes = ShapeOnly(place, device_of)
         self._plain_save: Callable[..., None] = torch.save
         self._plain_load: Callable[..., Any] = torch.load
@@ -69,48 +67,55 @@ class Checkpoints:
     def replacements(self) -> list[Replacement]:
         """What to put in place for the time of the dry run."""
         inner, copied = self._of_safetensors()
-        copied += [
-            self.files.replacement(torch, "save", self._save),
-            self.files.replacement(torch, "load", self._load),
-            self.files.replacement(torch.jit, "load", self._load_script),
-        ]
-        inner.append(self.files.replacement(*internals.place("file_writer"), self._write))
+        copied |= {
+            torch.save: self._around(torch, "save", self._save).value,
+            torch.load: self._around(torch, "load", self._load).value,
+            torch.jit.load: self._around(torch.jit, "load", self._load_script).value,
+        }
+        inner.append(self._around(*internals.place("file_writer"), self._write))
         # Without TorchScript modules are plain ones.
         if hasattr(_SCRIPT, "save"):
-            inner.append(self.files.replacement(_SCRIPT, "save", self._save_script))
+            inner.append(self._around(_SCRIPT, "save", self._save_script))
         return [
-            *self.files.replacements(),
+            Replacement(self, "_is_active", True),
             *self._shapes.replacements(),
             *inner,
-            *_with_copies(copied),
+            *(Replacement(*each) for each in held_by_modules(copied)),
             *self._of_h5py(),
-            *(self._of_numpy() if self.files.are_private else []),
+            *self._of_numpy(),
             *(self.of_ranks() if self._num_ranks > 1 else []),
         ]
 
+    def _around(self, owner: Any, name: str, other: Callable[..., Any]) -> Replacement:
+        return around(owner, name, other, lambda: self._is_active)
+
+    def _target(self, f: Any) -> Any:
+        return self._files.target(f) if self._files is not None and _is_path(f) else f
+
+    def _existing(self, f: Any) -> Any:
+        return self._files.existing(f) if self._files is not None and _is_path(f) else f
+
     def _save(self, plain: Plain, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if _is_path(f):
-            plain(obj, self.files.target(f) if self.files.is_regular(f) else f, *args, **kwargs)
+            plain(obj, self._target(f), *args, **kwargs)
             return
         # torch.distributed.checkpoint passes a wrapper of the file.
         name: Any = getattr(f, "name", None) or getattr(getattr(f, "raw", None), "name", None)
         is_file = isinstance(name, str)
-        is_own = is_file and self.files.is_own(name)
+        is_own = is_file and (self._files is None or self._files.is_own(name))
         before = self._shapes.num_stored
         plain(_without_zeros(obj) if is_own and name.endswith(_DISTRIBUTED) else obj, f, *args, **kwargs)
         is_users = is_file and not is_own and not name.startswith(tempfile.gettempdir() + os.sep)
         if is_users and self._shapes.num_stored > before:
-            text = f"{name} was opened for writing, and nothing in its name says that it is a checkpoint: "
-            self._report(OVERWRITTEN, text + "it now holds shapes without values")
+            self._report(OVERWRITTEN, f"{name} was opened for writing, and now holds shapes without values")
 
     def _write(self, plain: Plain, f: Any, *args: Any, **kwargs: Any) -> Any:
         """The writer behind torch.save, which some use themselves."""
-        is_redirected = _is_path(f) and not self.files.is_own(f) and self.files.is_regular(f)
-        return plain(self.files.target(f) if is_redirected else f, *args, **kwargs)
+        return plain(self._target(f), *args, **kwargs)
 
     def _load(self, plain: Plain, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
         if _is_path(f):
-            f = os.fspath(self.files.existing(f))
+            f = os.fspath(self._existing(f))
             if f.endswith(".safetensors"):
                 return plain(f, map_location, pickle_module, **kwargs)
             is_cuda = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
@@ -121,12 +126,12 @@ class Checkpoints:
         return plain(f, self._shapes.restoring(map_location), pickle_module, **kwargs)
 
     def _save_script(self, plain: Plain, module: Any, f: Any, **kwargs: Any) -> None:
-        plain(module, self.files.target(f), **kwargs)
+        plain(module, self._target(f), **kwargs)
 
     def _load_script(self, plain: Plain, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         # From torch.load, which has been given a stand-in for it.
         map_location = getattr(map_location, "map_location", map_location)
-        return plain(self.files.existing(f) if _is_path(f) else f, map_location, *args, **kwargs)
+        return plain(self._existing(f), map_location, *args, **kwargs)
 
     def _of_numpy(self) -> list[Replacement]:
         """Opened for writing, which is numpy's default, a large file would be copied into the overlay."""
@@ -138,7 +143,7 @@ class Checkpoints:
 
         def new(cls: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
             is_large = _is_path(filename) and os.path.isfile(filename) and os.path.getsize(filename) > _MAX_COPIED_BYTES
-            if self.files.is_active and is_large and mode in ("r+", "readwrite"):
+            if self._is_active and is_large and mode in ("r+", "readwrite"):
                 mode = "c"
             return plain(cls, filename, dtype, mode, *args, **kwargs)
 
@@ -146,37 +151,31 @@ class Checkpoints:
 
     def _of_h5py(self) -> list[Replacement]:
         """h5py opens files by itself. Where there is Keras, which saves with it, it is imported here."""
-        if "h5py" not in sys.modules and importlib.util.find_spec("keras") is None:
+        if self._files is None or ("h5py" not in sys.modules and importlib.util.find_spec("keras") is None):
             return []
         try:
             h5py: Any = importlib.import_module("h5py")
         except Exception:
             return []  # missing, or not fit for this Python: the script can't use it either
+        return [self._around(h5py.File, "__init__", self._files.open_h5py)]
 
-        def init(plain: Plain, file: Any, name: Any, mode: str | None = "r", *args: Any, **kwargs: Any) -> None:
-            if _is_path(name) or isinstance(name, bytes):
-                name = self.files.opened(name, {None: "r", "w-": "x"}.get(mode, str(mode)))
-            plain(file, name, mode, *args, **kwargs)
-
-        return [self.files.replacement(h5py.File, "__init__", init)]
-
-    def _of_safetensors(self) -> tuple[list[Replacement], list[Replacement]]:
+    def _of_safetensors(self) -> tuple[list[Replacement], dict[Any, Any]]:
         """What to put in place, and what to put in place of each copy as well; nothing without safetensors."""
         try:
             import safetensors.torch
         except ImportError:
-            return [], []
+            return [], {}
         module: Any = safetensors.torch
         inner: dict[str, Callable[..., Any]] = dict.fromkeys(
             (name for name in _FLATTENING if hasattr(module, name)), _flatten
         )
         inner |= {"serialize_file": self._serialize_file, "serialize": self._serialize}
         return (
-            [self.files.replacement(module, name, other) for name, other in inner.items()],
-            [
-                Replacement(safetensors, "safe_open", self._opening(safetensors.safe_open)),
-                self.files.replacement(module, "load", self._load_bytes),
-            ],
+            [self._around(module, name, other) for name, other in inner.items()],
+            {
+                safetensors.safe_open: self._opening(safetensors.safe_open),
+                module.load: self._around(module, "load", self._load_bytes).value,
+            },
         )
 
     def of_ranks(self) -> list[Replacement]:
@@ -184,14 +183,14 @@ class Checkpoints:
         if not torch.distributed.is_available():
             return []
         return [
-            self.files.replacement(*internals.place("save_state_dict"), self._save_rank),
-            self.files.replacement(*internals.place("load_state_dict"), self._load_rank),
+            self._around(*internals.place("save_state_dict"), self._save_rank),
+            self._around(*internals.place("load_state_dict"), self._load_rank),
         ]
 
     def _serialize_file(
-        self, plain: Plain, tensors: Any, filename: Path, metadata: dict[str, str] | None = None
+        self, plain: Plain, tensors: Any, filename: AnyPath, metadata: dict[str, str] | None = None
     ) -> None:
-        target = self.files.target(filename)
+        target = self._target(filename)
         if isinstance(tensors, _Unflattened):
             self._plain_save({"tensors": dict(tensors), "metadata": metadata}, target)
         else:
@@ -215,10 +214,10 @@ class Checkpoints:
         class safe_open:
             """In the place of safetensors.safe_open, which is a class too."""
 
-            def __new__(cls, filename: Path, framework: str, device: Any = "cpu", **options: Any) -> Any:
-                if not checkpoints.files.is_active:
+            def __new__(cls, filename: AnyPath, framework: str, device: Any = "cpu", **options: Any) -> Any:
+                if not checkpoints._is_active:
                     return plain(filename, framework, device=device, **options)
-                path = checkpoints.files.existing(filename)
+                path = checkpoints._existing(filename)
                 deliver = checkpoints._to(device)
                 with open(path, "rb") as file:
                     if _is_archive(file.read(_HEADER)):
@@ -232,7 +231,7 @@ class Checkpoints:
 
     def _stored(self, source: Any, deliver: "functools.partial[torch.Tensor]") -> "_Delivered":
         restoring = self._shapes.restoring(None, keeps_shapes=True)
-        return _Delivered(_Stored(**self._plain_load(source, map_location=restoring, weights_only=True)), deliver)
+        return _Delivered(_ShapesFile(**self._plain_load(source, map_location=restoring, weights_only=True)), deliver)
 
     def _to(self, device: Any) -> "functools.partial[torch.Tensor]":
         device = checked_device(f"cuda:{device}" if isinstance(device, int) else device)
@@ -244,7 +243,7 @@ class Checkpoints:
             return plain(state_dict, storage_writer, *args, **kwargs)
         from torch.distributed.checkpoint.metadata import Metadata
 
-        target = self.files.target(os.path.join(path, _METADATA))
+        target = self._target(os.path.join(path, _METADATA))
         # In a view of the script's own that is where the script wants it, in a folder that need not be there.
         os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
         # Opened here: torch.save refuses a name that begins with its suffix.
@@ -257,7 +256,7 @@ class Checkpoints:
         if path is None or not _is_one_of_several():
             plain(state_dict, storage_reader, *args, **kwargs)
             return
-        place = self.files.existing(os.path.join(path, _METADATA))
+        place = self._existing(os.path.join(path, _METADATA))
         # Written above, by this run: PyTorch's own is no archive.
         if not _begins_archive(place):
             # The user's own: read by one rank for itself.
@@ -265,18 +264,6 @@ class Checkpoints:
             return
         restoring = self._shapes.restoring(None, keeps_shapes=True)
         _fill(state_dict, self._plain_load(place, map_location=restoring, weights_only=False))
-
-
-def _with_copies(replacements: list[Replacement]) -> list[Replacement]:
-    """The same for every module that holds the function to be replaced, under whatever name."""
-    values = {id(getattr(owner, name)): value for owner, name, value in replacements}
-    return [
-        Replacement(module, name, values[id(held)])
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType)
-        for name, held in list(vars(module).items())
-        if id(held) in values
-    ]
 
 
 def _is_path(f: Any) -> bool:
@@ -320,7 +307,7 @@ def _flatten(plain: Plain, tensors: Any, *args: Any) -> Any:
     return _Unflattened(tensors) if has_shapes else plain(tensors, *args)
 
 
-class _Stored:
+class _ShapesFile:
     """A file that torch.save wrote, with the methods that an opened safetensors file has."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
@@ -328,10 +315,10 @@ class _Stored:
         self.keys = lambda: sorted(tensors)
         self.offset_keys = lambda: list(tensors)
         self.get_tensor = lambda name: _fresh(tensors[name])
-        self.get_slice = lambda name: _StoredSlice(tensors[name])
+        self.get_slice = lambda name: _ShapesSlice(tensors[name])
 
 
-class _StoredSlice:
+class _ShapesSlice:
     """A tensor of such a file from which parts can be taken."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ ACCELERATE = "accelerate.utils.launch"
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 
 
-class Program(NamedTuple):
+class LaunchedProgram(NamedTuple):
     """What Python runs: a file, or a module as for `python -m`, and what it is given."""
 
     script: str
@@ -33,11 +33,11 @@ class Program(NamedTuple):
     arguments: tuple[str, ...]
 
 
-def program_of(words: Sequence[str]) -> Program:
+def program_of(words: Sequence[str]) -> LaunchedProgram:
     """The program that a command starts; exits with a message where that is none of Python's.
 
     >>> program_of(["/usr/bin/python3", "-u", "-m", "trainer.run", "--lr", "1"])
-    Program(script='trainer.run', module=True, arguments=('--lr', '1'))
+    LaunchedProgram(script='trainer.run', module=True, arguments=('--lr', '1'))
     """
     first, *rest = map(str, words)
     if first != sys.executable and not os.path.basename(first).startswith("python"):
@@ -50,16 +50,16 @@ def program_of(words: Sequence[str]) -> Program:
                 f"memfit: the launcher would start {first!r}, which is not a Python script, so that it can't be "
                 "simulated. Let it start the script that trains, without --no-python."
             )
-        return Program(str(path), False, tuple(rest))
+        return LaunchedProgram(str(path), False, tuple(rest))
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
         del rest[: 2 if rest[0] in _WITH_VALUE else 1]
     if len(rest) > 1 and rest[0] == "-m":
-        return Program(rest[1], True, tuple(rest[2:]))
+        return LaunchedProgram(rest[1], True, tuple(rest[2:]))
     if not rest or rest[0] in ("-m", "-c", "-"):
         sys.exit(
             f"memfit: the launcher would start {' '.join(words)!r}, which names no script. Give it one that trains."
         )
-    return Program(rest[0], False, tuple(rest[1:]))
+    return LaunchedProgram(rest[0], False, tuple(rest[1:]))
 
 
 def launched_environment(config: Any) -> dict[str, str]:
@@ -85,7 +85,7 @@ def launched_environment(config: Any) -> dict[str, str]:
     }
 
 
-def _refuse(program: Program) -> NoReturn:
+def _refuse(program: LaunchedProgram) -> NoReturn:
     raise RuntimeError(f"a launcher can't start {program.script!r} here: give the whole command to `memfit dryrun`.")
 
 
@@ -95,7 +95,7 @@ class Launchers:
 
     has_devices: Callable[[int], None]
     report: Callable[[str, str], None]
-    run: Callable[[Program], None] = _refuse  # runs a program in this process
+    run: Callable[[LaunchedProgram], None] = _refuse  # runs a program in this process
 
     def replacements(self) -> list[Replacement]:
         """What to put in place of torchrun's."""

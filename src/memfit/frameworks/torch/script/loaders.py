@@ -96,7 +96,7 @@ class Loaders:
             if self.parts > 1 and ordinal == self.split:
                 self._split_loader = loader
             parts = self.parts if loader is self._split_loader else 1
-            return _Watched(iterator, functools.partial(self._read, ordinal), parts)
+            return _WatchedLoader(iterator, functools.partial(self._read, ordinal), parts)
 
         return [around(DataLoader, "__iter__", iterate)]
 
@@ -129,7 +129,7 @@ class Loaders:
 
 
 @dataclass(eq=False)
-class _Watched:
+class _WatchedLoader:
     """An iterator that says when it is read and gives batches in parts; all else is the loader's own iterator."""
 
     _iterator: Any
@@ -137,7 +137,7 @@ class _Watched:
     _parts: int
     _waiting: list[Any] = field(default_factory=list)
 
-    def __iter__(self) -> "_Watched":
+    def __iter__(self) -> "_WatchedLoader":
         return self
 
     def __next__(self) -> Any:

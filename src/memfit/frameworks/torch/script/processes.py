@@ -25,6 +25,7 @@ from typing import Any
 
 from memfit.allocator.shared import SharedDevice
 from memfit.core import env
+from memfit.core.redirected_files import unredirected
 from memfit.core.user_code import INSTALLED_FOLDERS
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes import imports
@@ -54,6 +55,9 @@ plain_hook = traceback.print_exception if sys.excepthook is sys.__excepthook__ e
 # Of an interruption the one who was interrupted tells.
 sys.excepthook = lambda kind, error, trace: None if kind is KeyboardInterrupt else plain_hook(kind, error, trace)
 if sys.prefix == {prefix!r}:
+    if os.environ.get({files!r}):
+        # Before anything of the program's is opened.
+        importlib.import_module("memfit.core.redirected_files").follow(os.environ[{files!r}])
     spec = importlib.util.spec_from_file_location("_memfit_imports", {imports!r})
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -95,9 +99,11 @@ def environment(values: Mapping[str, str | None], *, restores_all: bool = False)
 def following(request_path: str, program: str) -> contextlib.AbstractContextManager[None]:
     """Every Python that is started meanwhile follows the request too, by `follow` of the module `program`."""
     folder = Path(request_path).parent / "hook"
-    folder.mkdir(exist_ok=True)
-    text = _HOOK.format(program=program, variable=env.SIMULATION, prefix=sys.prefix, imports=imports.__file__)
-    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    names = {"variable": env.SIMULATION, "files": env.REDIRECTED_FILES}
+    text = _HOOK.format(program=program, prefix=sys.prefix, imports=imports.__file__, **names)
+    with unredirected():
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
     paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return environment({"PYTHONPATH": paths, env.SIMULATION: request_path})
 

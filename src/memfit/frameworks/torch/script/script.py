@@ -24,6 +24,7 @@ from memfit.allocator.live import LiveAllocator
 from memfit.allocator.shared import SharedDevice
 from memfit.core.dryrun import DryRun, Outcome, ProgramFacts, Request, Scan
 from memfit.core.printing import printable, printable_traceback, without_own_frames
+from memfit.core.redirected_files import RedirectedFiles
 from memfit.core.settings import Settings
 from memfit.core.user_code import run_program
 from memfit.frameworks.torch.apply.script_settings import ScriptSettings
@@ -31,7 +32,7 @@ from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.kernels.assumed_values import MADE_UP
 from memfit.frameworks.torch.kernels.torchvision_operators import define_missing_operators
 from memfit.frameworks.torch.script.checkpoints import Checkpoints
-from memfit.frameworks.torch.script.launchers import Program
+from memfit.frameworks.torch.script.launchers import LaunchedProgram
 from memfit.frameworks.torch.script.loaders import Arrivals, Loaders
 from memfit.frameworks.torch.script.processes import (
     ENDED_IDLE,
@@ -64,7 +65,7 @@ class ScriptRun:
         configure: Callable[[Callable[[str], None]], None] = lambda report: None,
         shared: SharedDevice | None = None,  # the device as processes of the script share it; None: they see none
         *,
-        private_files: bool = False,  # whether nobody but the script sees what it writes
+        files: RedirectedFiles | None = None,  # where Python's functions on files have stand-ins
         write_process: Callable[[DryRun], None] = lambda result: None,  # writes the result of a process of the script
     ) -> None:
         self._request = request
@@ -92,14 +93,13 @@ class ScriptRun:
         self._arrivals = Arrivals(line, num_steps, parts, request.batch_lines, request.batch_size)
         simulation.look.on_arrival = self._arrivals
         self._checkpoints = Checkpoints(
-            request.checkpoint_folder or None,
+            files,
             report,
             simulation.look.put,
             simulation.places.of,
             num_ranks=request.count,
-            private=private_files,
         )
-        self._program = Program(request.script, request.module, request.arguments)
+        self._program = LaunchedProgram(request.script, request.module, request.arguments)
         # What ended a script in the place of its launcher, before the launcher's frames were added.
         self._in_place: tuple[BaseException, TracebackType | None] | None = None
         self.session.launchers.run = self._run_in_place
@@ -189,7 +189,7 @@ class ScriptRun:
     def _simulated(self) -> Iterator[None]:
         simulation = self.session.simulation
         parts = (self.loaders, self._checkpoints, self._processes, self._exit_functions)
-        replacements = [*(each for part in parts for each in part.replacements()), _tracebacks()]
+        replacements = [*(each for part in parts for each in part.replacements()), _tracebacks(), self._at_once()]
         if self._shared is not None:
             replacements += distributed.spawn_replacements(simulation.notes.report, self.session.devices)
         with (
@@ -199,6 +199,18 @@ class ScriptRun:
             simulation.with_stand_ins(),
         ):
             yield
+
+    def _at_once(self) -> Replacement:
+        """A script that ends without Python's own end leaves what has been seen; a process forked off it does not."""
+        script = os.getpid()
+
+        def leave_at_once(plain: Callable[[int], None], code: int) -> None:
+            leave, self._leave = self._leave, None
+            if leave is not None and os.getpid() == script:
+                leave(self._result(SystemExit(code)))
+            plain(code)
+
+        return around(os, "_exit", leave_at_once)
 
     def run(self) -> DryRun:
         """Runs the script and says how it went."""
@@ -221,7 +233,6 @@ class ScriptRun:
                 elif isinstance(error, SystemExit) and isinstance(error.code, str):
                     print(printable(error.code, keep="\n\t"), file=sys.stderr)
             self._clear_up(error)
-        self._checkpoints.files.finish()
         return self._result(error)
 
     def _clear_up(self, error: BaseException | None) -> None:
@@ -240,7 +251,7 @@ class ScriptRun:
         finally:
             timer.cancel()
 
-    def _run_in_place(self, program: Program) -> None:
+    def _run_in_place(self, program: LaunchedProgram) -> None:
         """Runs what a launcher was to start in the place of the launcher."""
         self._program = program
         self.session.replace_late(self._checkpoints.of_ranks())
@@ -284,7 +295,6 @@ class ScriptRun:
             error=text,
             suspicion=suspicion,
             exit_code=exit_code,
-            redirected={} if self._checkpoints.files.are_private else dict(self._checkpoints.files.redirected),
             scan=scan,
             seconds=seconds,
             allocator=session.memory.options,

@@ -7,6 +7,7 @@ autograd engine's start a backward pass, an optimizer's hooks an update.
 
 import os
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ from memfit.core.estimate import (
     Note,
     at_most_notes,
 )
+from memfit.core.redirected_files import RedirectedFiles
 from memfit.core.settings import Settings
 from memfit.core.spread import spreads_of
 from memfit.core.timeline import Category, Phase
@@ -187,14 +189,18 @@ class Session:
         simulation = self.simulation
         simulation.look.on_departure = restoration.remember
         self.on_update = restoration.remember_optimizer
-        checkpoints = Checkpoints(None, simulation.notes.report, simulation.look.put, simulation.places.of)
-        with random_states_kept():
+        report = simulation.notes.report
+        with (
+            tempfile.TemporaryDirectory(prefix="memfit-dryrun-", ignore_cleanup_errors=True) as folder,
+            random_states_kept(),
+        ):
+            files = RedirectedFiles(folder, keeps_new=True, report=report)
+            checkpoints = Checkpoints(files, report, simulation.look.put, simulation.places.of)
             try:
-                with self.running([*restoration.replacements(), *checkpoints.replacements()]):
+                with files.in_place(), self.running([*restoration.replacements(), *checkpoints.replacements()]):
                     yield
             finally:
                 restoration.restore()
-                checkpoints.files.finish()
 
     def _replacements(self) -> list[Replacement]:
         def start(plain: Callable[[Any], None], thread: threading.Thread) -> None:

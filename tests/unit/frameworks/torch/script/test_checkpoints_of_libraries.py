@@ -171,7 +171,7 @@ def test_copies_that_others_took_are_replaced_and_act_no_longer_than_the_run(pat
 
 
 def test_without_safetensors_there_is_nothing_to_replace(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(str(tmp_path), lambda code, text: None, Places().put)
+    checkpoints = Checkpoints(None, lambda code, text: None, Places().put)
     plain = builtins.__import__
 
     def refuse(name, *args, **kwargs):
@@ -181,7 +181,7 @@ def test_without_safetensors_there_is_nothing_to_replace(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
 
-    assert checkpoints._of_safetensors() == ([], [])
+    assert checkpoints._of_safetensors() == ([], {})
 
 
 # torch.distributed.checkpoint
@@ -291,7 +291,6 @@ def test_a_single_process_writes_pytorchs_own_format_elsewhere(tmp_path, monkeyp
         assert (state["step"], state["zeros"].any().item()) == (2, False)
         assert os.path.getsize("folder/__0_0.distcp") < 100_000
         assert sorted(os.path.basename(path) for path in run.redirected) == [".metadata", "__0_0.distcp"]
-    run.checkpoints.files.finish()
     assert not os.path.exists("folder")
 
 

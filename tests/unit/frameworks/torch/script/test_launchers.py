@@ -7,7 +7,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from memfit.core.dryrun import Outcome
-from memfit.frameworks.torch.script.launchers import Program, launched_environment, program_of
+from memfit.frameworks.torch.script.launchers import LaunchedProgram, launched_environment, program_of
 from tests.unit.frameworks.torch.children import Children
 from tests.unit.frameworks.torch.sessions import codes, running
 
@@ -91,8 +91,8 @@ def test_what_is_no_script_of_pythons_is_refused(launched):
 @pytest.mark.parametrize(
     ("words", "program"),
     [
-        ([sys.executable, "train.py", "-m", "x"], Program("train.py", False, ("-m", "x"))),
-        (["python3", "-u", "-X", "dev", "-m", "a.b", "1"], Program("a.b", True, ("1",))),
+        ([sys.executable, "train.py", "-m", "x"], LaunchedProgram("train.py", False, ("-m", "x"))),
+        (["python3", "-u", "-X", "dev", "-m", "a.b", "1"], LaunchedProgram("a.b", True, ("1",))),
     ],
 )
 def test_the_program_of_a_command(words, program):
@@ -102,7 +102,7 @@ def test_the_program_of_a_command(words, program):
 def test_an_executable_script(tmp_path):
     (tmp_path / "train").write_text("#!/usr/bin/env python\nprint(1)\n")
 
-    assert program_of([str(tmp_path / "train"), "1"]) == Program(str(tmp_path / "train"), False, ("1",))
+    assert program_of([str(tmp_path / "train"), "1"]) == LaunchedProgram(str(tmp_path / "train"), False, ("1",))
 
 
 @pytest.mark.parametrize("words", [["python", "-c", "pass"], ["python"], ["python", "-m"], ["/bin/sh", "train.sh"]])

@@ -537,24 +537,6 @@ def test_a_scan_of_a_script_without_a_loader_has_a_problem(children):
     assert "DataLoader" in child.run.scan.problem
 
 
-SAVES = TRAIN.replace(
-    "    optimizer.step()", "    torch.save(model.state_dict(), sys.argv[3])\n    optimizer.step()"
-).replace("for step", "model.load_state_dict(torch.load(sys.argv[3]))\nfor step", 1)
-
-
-def test_checkpoints_go_elsewhere(children, tmp_path):
-    checkpoint, apart = tmp_path / "model.pt", tmp_path / "apart"
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    torch.save(model.state_dict(), checkpoint)
-    before = checkpoint.read_bytes()
-    child = children.run(SAVES, "8", "10", str(checkpoint), checkpoint_folder=str(apart))
-
-    assert child.run.outcome is Outcome.COMPLETED, child.stderr
-    assert checkpoint.read_bytes() == before
-    assert list(child.run.redirected) == [str(checkpoint)]
-    assert child.run.redirected[str(checkpoint)].startswith(str(apart))
-
-
 def test_several_devices_are_seen_as_a_launcher_would_show_them(children):
     child = children.run(
         """
