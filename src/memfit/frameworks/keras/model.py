@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from memfit.core.errors import BadBatch, BadModel, MemfitError, StepFailed
+from memfit.core.printing import text_of
 from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
@@ -143,11 +144,10 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
             internals.compute_output_spec(model, x, training=False)
     except Exception as error:
         shapes = ", ".join(str(spec.shape) for spec in batch.specs())
-        text = " ".join(str(error).split())
         raise StepFailed(
             f"Keras can't build the model {model.name!r} for a batch of the shapes {shapes}{user_line(error)[0]}: "
-            f"{type(error).__name__}: {text}\nGive x and y that fit the model and its loss. A model that Keras can't "
-            "build by itself is built by calling it on one batch."
+            f"{type(error).__name__}: {text_of(error)}\nGive x and y that fit the model and its loss. A model that "
+            "Keras can't build by itself is built by calling it on one batch."
         ) from error
     finally:
         if optimizer is not None:
@@ -307,6 +307,5 @@ def explained(tracer: str) -> Iterator[None]:
     except MemfitError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split()) or "no message"
-        where = user_line(error)[0]
-        raise StepFailed(f"the step failed while {tracer} traced it{where}: {type(error).__name__}: {text}") from error
+        what = f"{user_line(error)[0]}: {type(error).__name__}: {text_of(error)}"
+        raise StepFailed(f"the step failed while {tracer} traced it{what}") from error

@@ -15,6 +15,7 @@ import jax
 from memfit.core.adapter import GuardedLoop
 from memfit.core.guarding import NEVER, BatchSize, BrokenUpdate, CannotFit, Fallbacks, MemoryFailure
 from memfit.core.oom import recognise
+from memfit.core.printing import text_of
 from memfit.core.settings import Settings
 from memfit.frameworks.jax.apply.training import TrainStep, check_batch, join_params, part_size, split_params
 from memfit.frameworks.jax.guard.memory_request import MemoryRequest, NoRoom, beside_arguments, form_of
@@ -63,7 +64,7 @@ class JaxLoop(GuardedLoop):
             failure = recognise(error)
             if failure is None:
                 raise
-            self._said = " ".join(str(error).split())[:200]
+            self._said = text_of(error)[:200]
             if isinstance(error, NoRoom):
                 self.num_halvings = _num_halvings(error)
             return failure
@@ -102,7 +103,7 @@ class JaxLoop(GuardedLoop):
         except (RuntimeError, ValueError, MemoryError) as error:
             if recognise(error) is None:
                 raise
-            failure = " ".join(str(error).split())[:200]
+            failure = text_of(error)[:200]
         if any(leaf.is_deleted() for leaf in jax.tree.leaves((trained, state)) if isinstance(leaf, jax.Array)):
             raise BrokenUpdate(
                 f"memory ran out in the update: {failure} JAX has deleted the parameters; go on from a checkpoint."
