@@ -14,6 +14,7 @@ from typing import Any
 from memfit.api.jobs import torch_adapter
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, GuardOptions, MemoryFailure
+from memfit.core.patching import put_in_front_once
 from memfit.guard.driver import Driver, Terms
 from memfit.processes.limits import has_devices
 
@@ -225,39 +226,29 @@ def _lightning_guard(lightning: ModuleType) -> Any:
 
 def install_transformers(module: ModuleType) -> None:
     """Guards every `Trainer` of this process from when it trains; `module` is `transformers.trainer`."""
-    plain = module.Trainer.train
-    if hasattr(plain, "_memfit_plain"):
-        return
 
-    @functools.wraps(plain)
-    def train(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not isinstance(self, GuardedTrainerMixin):
-            guard_trainer(self)
-        return _trainer_guard(self).train(functools.partial(plain, self), arguments, named)
+    def train(plain: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(trainer, GuardedTrainerMixin):
+            guard_trainer(trainer)
+        return _trainer_guard(trainer).train(functools.partial(plain, trainer), arguments, named)
 
-    train._memfit_plain = plain  # type: ignore[attr-defined]
-    module.Trainer.train = train
+    put_in_front_once(module.Trainer, "train", train)
 
 
 def install_lightning(module: ModuleType) -> None:
     """Adds a `LightningGuard` to every `Trainer` of this process; `module` is one of Lightning's two packages."""
-    plain = module.Trainer.fit
-    if hasattr(plain, "_memfit_plain"):
-        return
 
-    @functools.wraps(plain)
-    def fit(self: Any, *arguments: Any, **named: Any) -> Any:
+    def fit(plain: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
         from memfit.frameworks.torch.guard.lightning_guard import resumed
 
         guard = _lightning_guard(module)
-        if not any(isinstance(callback, guard) for callback in self.callbacks):
-            self.callbacks.append(guard())
+        if not any(isinstance(callback, guard) for callback in trainer.callbacks):
+            trainer.callbacks.append(guard())
         if len(arguments) <= _CKPT_PATH:
             named["ckpt_path"] = resumed(named.get("ckpt_path"))
-        return plain(self, *arguments, **named)
+        return plain(trainer, *arguments, **named)
 
-    fit._memfit_plain = plain  # type: ignore[attr-defined]
-    module.Trainer.fit = fit
+    put_in_front_once(module.Trainer, "fit", fit)
 
 
 def install_keras(module: ModuleType) -> None:

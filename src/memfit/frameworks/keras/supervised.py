@@ -4,11 +4,11 @@ Keras has one `fit` per backend, and `keras.Model` inherits it. It is replaced i
 models, subclasses and a `fit` of the user's own that calls Keras's are all reached, however the script imports them.
 """
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from memfit.core.patching import put_in_front_once
 from memfit.core.run_events import note
 
 GuardedFit = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -24,13 +24,5 @@ def install(module: ModuleType, guarded_fit: GuardedFit) -> None:
 def replace_method(module: ModuleType, name: str, instead: GuardedFit) -> None:
     """Has a method of every model call `instead`, which is given Keras's own; the first to ask wins."""
     owner = next((kind for kind in module.Model.__mro__ if name in vars(kind)), None)
-    if owner is None or hasattr(getattr(owner, name), "_memfit_plain"):
-        return
-    plain = getattr(owner, name)
-
-    @functools.wraps(plain)
-    def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        return instead(plain, self, arguments, named)
-
-    method._memfit_plain = plain  # type: ignore[attr-defined]
-    setattr(owner, name, method)
+    if owner is not None:
+        put_in_front_once(owner, name, lambda plain, model, *given, **named: instead(plain, model, given, named))
