@@ -114,8 +114,6 @@ def check_split(model: Any, *, approximate: bool) -> None:
             f"{kind.__name__} has a train_step of its own, whose batches can't be split into micro-batches. Leave "
             "micro-batches out, or move what it does into compute_loss, which can."
         )
-    if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
-        raise BadModel(f"Keras runs on {keras.backend.backend()}, which doesn't train. Use tensorflow, jax or torch.")
     if internals.uses_nnx():
         raise BadModel("Keras with flax nnx can't be split into micro-batches. Leave one of the two out.")
     if not approximate:

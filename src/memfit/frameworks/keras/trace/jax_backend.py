@@ -19,11 +19,11 @@ from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.trace import Trace
 from memfit.core.user_code import SourceNames, caller_lines
 from memfit.frameworks.jax.trace.compiled import Compiled, compile_step
-from memfit.frameworks.jax.trace.job import SIMULATED
+from memfit.frameworks.jax.trace.job import SIMULATED, explained
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
-from memfit.frameworks.keras.model import LayerNames, explained, trace_of, variables_of
+from memfit.frameworks.keras.model import LayerNames, trace_of, variables_of
 from memfit.frameworks.keras.trace.job import Snapshot
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
@@ -59,7 +59,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         if not training:
             step, data = predict_step, (data[0],) if isinstance(data, tuple) else (data,)
         on_gpu = device.kind is Kind.CUDA
-        with explained("JAX"), internals.layers_as_scopes(jax.named_scope):
+        with explained(), internals.layers_as_scopes(jax.named_scope):
             compiled = compile_step(step, (state, data), donate_argnums=(0,), as_on_gpu=on_gpu)
         variables = variables_of(model, training=training)
         by_variable = {id(one.variable): (one.category, one.module) for one in variables}
