@@ -23,7 +23,7 @@ ALLOWED = {
     "_TYPES": "of safetensors",
     "_quantize": "of bitsandbytes, in the module for its weights",
     "_roi_align": "of torchvision, in the module for its operators",
-    "_memfit_plain": "ours, on functions of the user's",
+    "_memfit_is_in_front": "ours, on functions of the user's",
     "_untyped_storage": "of a storage that is being loaded",
     "_recursive_joint_graph_passes": "of the compiler, in its own part",
     "_unique_id": "of TensorFlow's variables, which none but these have",

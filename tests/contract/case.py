@@ -68,7 +68,7 @@ class Case:
         raise NotImplementedError
 
     def asked_to_plan(self, batch: Data) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of `memfit.plan`."""
+        """Arguments of `memfit.plan`; of `memfit.estimate` for a step whose precision can be chosen."""
         return self.asked(batch)
 
     def asked_for_inference(self, inputs: np.ndarray) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -78,6 +78,10 @@ class Case:
     def estimate(self, device: Any = "cpu", batch: Data | None = None, **options: Any) -> memfit.Estimate:
         arguments, given = self.asked(data() if batch is None else batch)
         return memfit.estimate(*arguments, **given, device=device, **options)
+
+    def estimate_narrow(self, device: Any) -> memfit.Estimate:
+        """Of the step with weights in bfloat16, which is said in the framework's own way."""
+        raise NotImplementedError
 
     def estimate_inference(self, device: Any = "cpu") -> memfit.Estimate:
         arguments, given = self.asked_for_inference(data()[0])

@@ -19,8 +19,6 @@ class JaxCase(Case):
     lacks: ClassVar = {
         "test_a_named_model_becomes_a_job": "JAX has no collection of models of its own",
         "test_a_misspelt_name_is_answered_with_the_right_one": "JAX has no collection of models of its own",
-        "test_autocast_leaves_the_weights_and_changes_the_step": "JAX has no autocast: types are those of the arrays",
-        "test_half_precision_halves_the_weights": "a step of JAX has the types of its arrays",
     }
     layout_slack = 0.03
     # optax counts updates.
@@ -66,6 +64,11 @@ class JaxCase(Case):
 
     def asked_for_inference(self, inputs):
         return (jax.jit(self.forward), self.params, inputs), {"mode": "inference"}
+
+    def estimate_narrow(self, device):
+        self.params = {name: value.astype(jnp.bfloat16) for name, value in self.params.items()}
+        self.state = self.optimizer.init(self.params)
+        return self.estimate(device)
 
     def plain(self):
         return self._trained_by(self.update)

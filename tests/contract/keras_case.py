@@ -1,7 +1,6 @@
 """The contract's small network in Keras, on the backend that Keras has in this process."""
 
 from contextlib import contextmanager
-from typing import ClassVar
 
 import keras
 import numpy as np
@@ -11,18 +10,9 @@ from tests.contract import oom_errors
 from tests.contract.case import HIDDEN, INPUTS, OUTPUTS, TOO_MANY_ELEMENTS, Case, first_weights
 
 BACKEND = keras.backend.backend()
-LACKS = {
-    "test_half_precision_halves_the_weights": "a Keras model has the types of its dtype policy, given when it is made"
-}
-LACKS_ON = {
-    "tensorflow": {
-        "test_blocks_name_the_users_line": "missing: graphs of TensorFlow are read without the lines of their nodes"
-    }
-}
 
 
 class KerasCase(Case):
-    lacks: ClassVar = LACKS | LACKS_ON.get(BACKEND, {})
     layout_slack = 0.03 if BACKEND == "jax" else 0.0
     # Keras counts updates in an int64 or int32, and has the learning rate as a variable.
     counter_bytes = 16
@@ -77,6 +67,14 @@ class KerasCase(Case):
 
     def asked_for_inference(self, inputs):
         return (self.model,), {"batch": inputs, "mode": "inference"}
+
+    def estimate_narrow(self, device):
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("bfloat16")
+        try:
+            return type(self)().estimate(device)
+        finally:
+            keras.config.set_dtype_policy(before)
 
     def plain(self):
         return lambda batch: float(self.model.train_on_batch(*batch))

@@ -166,17 +166,19 @@ def test_inference_has_neither_gradients_nor_state(case, device):
 
 
 def test_half_precision_halves_the_weights(case, device):
-    estimate = case.estimate(device, precision="bf16")
+    estimate = case.estimate_narrow(device)
 
     tick = before(estimate.timeline, Phase.FORWARD)
     assert live_bytes(estimate.timeline, tick, Category.PARAMETER) == SIZE // 2
 
 
-def test_autocast_leaves_the_weights_and_changes_the_step(make_case):
-    estimate = make_case().estimate("cpu", precision="amp-bf16")
+def test_autocast_leaves_the_weights_and_changes_the_step(case):
+    arguments, given = case.asked_to_plan(data())
+    plain = memfit.estimate(*arguments, **given, device="cpu")
+
+    estimate = memfit.estimate(*arguments, **given, device="cpu", precision="amp-bf16")
 
     # XLA for CPU may widen what it computes in 16 bits: only that the step is another is certain.
-    plain = estimated(make_case, "cpu")
     assert estimate.precision == "amp-bf16"
     assert estimate.state_bytes == plain.state_bytes
     assert estimate.timeline != plain.timeline

@@ -44,6 +44,9 @@ class TorchCase(Case):
     def asked_for_inference(self, inputs):
         return (self.model, lambda model, x: model(x), torch.from_numpy(inputs)), {"mode": "inference"}
 
+    def estimate_narrow(self, device):
+        return self.estimate(device, precision="bf16")
+
     def plain(self):
         def step(batch):
             self.optimizer.zero_grad()

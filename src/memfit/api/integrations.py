@@ -14,7 +14,7 @@ from typing import Any
 from memfit.api.jobs import torch_adapter
 from memfit.catalogue.host import cgroup_limit_bytes
 from memfit.core.guarding import BrokenUpdate, CannotFit, GuardOptions, MemoryFailure
-from memfit.core.replaced_methods import replace_method
+from memfit.core.patching import replace_method
 from memfit.guard.driver import Driver, Terms
 from memfit.processes.limits import has_devices
 

@@ -26,6 +26,14 @@ def printable(text: str, *, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says, in one line; "no message" where that is nothing, or can't be asked."""
+    try:
+        return " ".join(str(error).split()) or "no message"
+    except Exception:
+        return "no message"
+
+
 def printable_traceback(error: BaseException) -> str:
     """The traceback that Python would print, without memfit's own frames."""
     chain = [traceback.TracebackException.from_exception(error)]

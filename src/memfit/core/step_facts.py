@@ -4,8 +4,12 @@ An adapter finds it out once; what can be chosen, and what each choice is comput
 another trace.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+_TIMED_SAMPLES = 8
+_NUM_TIMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +57,32 @@ class StepFacts:
     loop_factor: float = 1.0
     copies_state: bool = False
     time_forward: Callable[[], tuple[float, float] | None] = field(default=lambda: None)
+
+
+def forward_seconds(
+    forward: Callable[[int], Callable[[], object]], batch_size: int, *, is_compiled: bool = False
+) -> tuple[float, float]:
+    """(seconds of one sample, seconds of a call however small), from two sizes of the batch.
+
+    Args:
+        forward: gives the forward pass of so many samples.
+        batch_size: of the step.
+        is_compiled: another size would have to be compiled: all is counted as time of samples.
+    """
+    many = min(batch_size, max(_TIMED_SAMPLES, batch_size // _TIMED_SAMPLES))
+    long = _best_seconds(forward(many))
+    if many == 1 or is_compiled:
+        return long / many, 0.0
+    short = _best_seconds(forward(1))
+    sample = max(long - short, 0.1 * long) / (many - 1)
+    return sample, max(0.0, short - sample)
+
+
+def _best_seconds(run: Callable[[], object]) -> float:
+    times = []
+    # The first is only to be compiled.
+    for _ in range(1 + _NUM_TIMED):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])

@@ -5,6 +5,7 @@ import runpy
 import sys
 import sysconfig
 import traceback
+from collections.abc import Collection, Iterable
 
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """Where memfit is."""
@@ -34,15 +35,47 @@ def run_program(name: str, arguments: tuple[str, ...], *, module: bool) -> None:
 
 def user_line(error: BaseException) -> tuple[str, str]:
     """(" at net.py:31 in loss", the code of that line) of the user's innermost frame; both "" without one."""
-    roots = sorted((os.path.abspath(path) for path in {*sys.path, os.getcwd()} if path), key=len, reverse=True)
+    names = SourceNames()
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = os.path.abspath(frame.filename)
         # Code that was given as text, as in a shell, is the user's.
         if frame.filename.startswith("<frozen") or path.startswith((*INSTALLED_FOLDERS, PACKAGE_FOLDER)):
             continue
-        root = next((root for root in roots if path.startswith(root + os.sep)), os.path.dirname(path))
-        return f" at {path[len(root) + 1 :]}:{frame.lineno} in {frame.name}", frame.line or ""
+        return f" at {names.short(path)}:{frame.lineno} in {frame.name}", frame.line or ""
     return "", ""
+
+
+def caller_lines() -> frozenset[tuple[str, int]]:
+    """(file, line) of all that is being called at this moment."""
+    return frozenset((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
+
+
+class SourceNames:
+    """Short names for source files: without the folder from which they are imported, or the one in which we are."""
+
+    def __init__(self) -> None:
+        roots = (os.path.abspath(path) + os.sep for path in {*sys.path, os.getcwd()} if path)
+        self._roots = sorted(roots, key=len, reverse=True)
+        self._of_users: dict[str, bool] = {}
+
+    def short(self, path: str) -> str:
+        """`path` without the machine's folders."""
+        root = next((root for root in self._roots if path.startswith(root)), "")
+        return path[len(root) :] if root else os.path.basename(path)
+
+    def innermost(self, stack: Iterable[tuple[str, int]], callers: Collection[tuple[str, int]] = ()) -> str:
+        """The first line of the user's among (file, line), as "net.py:31"; "" if there is none, or if it calls us.
+
+        Args:
+            stack: from the inside out.
+            callers: lines on the stack that are no part of what is asked about.
+        """
+        for path, line in stack:
+            if path not in self._of_users:
+                self._of_users[path] = is_users(path)
+            if self._of_users[path]:
+                return "" if (path, line) in callers else f"{self.short(path)}:{line}"
+        return ""
 
 
 def interrupted_import(error: BaseException) -> str:

@@ -84,7 +84,7 @@ def test_memory_is_asked_for_where_an_update_is_not_made_in_place(monkeypatch):
             raise NoRoom(wanted_bytes=100, free_bytes=30)
 
     monkeypatch.setattr(loops.MemoryRequest, "ask", ask)
-    with pytest.raises(CannotFit, match="memory ran out in the update: a step that needs 100 bytes"):
+    with pytest.raises(CannotFit, match="memory ran out in the update: a step that has to allocate 100 bytes"):
         step(params, state, BATCH)
     assert not params["w"].is_deleted()
 

@@ -1,6 +1,6 @@
 import pytest
 
-from memfit.core.printing import printable, printable_traceback
+from memfit.core.printing import printable, printable_traceback, text_of
 from memfit.core.units import parse_size
 
 HOSTILE = ["\x1b[2J", "\x07", "\r", "\x9b31m", "\x7f", "\u202e", "\u2066", "\u200b", "\udcff", "\u2028"]
@@ -32,3 +32,20 @@ def test_a_traceback_has_none_of_our_frames():
     assert "direct cause" in text and "parse_size(" in text
     assert [line for line in text.splitlines() if "File " in line and "test_printing" not in line] == []
     assert "\x1b" not in text
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError("no text while shapes are traced")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("two\n  lines"), "two lines"),
+        (ValueError(" "), "no message"),
+        (Silent(), "no message"),
+    ],
+)
+def test_an_error_in_one_line(error, text):
+    assert text_of(error) == text

@@ -58,3 +58,30 @@ def test_a_failure_in_a_function_of_a_library_is_no_import():
         json.loads("{")
 
     assert user_code.interrupted_import(raised.value) == ""
+
+
+def test_short_names_of_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "site" / "deeper"), ""])
+    monkeypatch.chdir(tmp_path)
+    names = user_code.SourceNames()
+
+    assert names.short(str(tmp_path / "site" / "package" / "model.py")) == os.path.join("package", "model.py")
+    assert names.short(str(tmp_path / "site" / "deeper" / "model.py")) == "model.py"
+    assert names.short(str(tmp_path / "train.py")) == "train.py"
+    assert names.short(os.path.join(os.sep, "elsewhere", "train.py")) == "train.py"
+
+
+def test_the_innermost_line_of_the_users_on_a_stack_is_none_where_it_is_the_caller():
+    names = user_code.SourceNames()
+    library, own, caller = (json.__file__, 3), (os.path.abspath("net.py"), 31), (os.path.abspath("train.py"), 5)
+
+    assert names.innermost([library, own, caller]) == "net.py:31"
+    assert names.innermost([library, own, caller], {caller}) == "net.py:31"
+    assert names.innermost([library, caller], {caller}) == ""
+    assert names.innermost([library]) == ""
+
+
+def test_lines_that_are_being_called():
+    (line,) = {line for path, line in user_code.caller_lines() if path == __file__}
+
+    assert line == test_lines_that_are_being_called.__code__.co_firstlineno + 1

@@ -11,6 +11,7 @@ from memfit.core.device import Device
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.job import AUTOCASTS, OPTIMIZERS, Job
 from memfit.core.plan import Plan
+from memfit.core.printing import text_of
 from memfit.core.settings import Keeps
 from memfit.core.stack import Stack
 from memfit.core.step_facts import StepFacts
@@ -109,8 +110,8 @@ def _model(name: str, image_size: int | None) -> Any:
     try:
         return make(weights=None, input_shape=shape)
     except ValueError as error:
-        text = " ".join(str(error).split())
-        raise BadInput(f"keras:{name} can't be made for images of {image_size} x {image_size}: {text}") from None
+        size = f"{image_size} x {image_size}"
+        raise BadInput(f"keras:{name} can't be made for images of {size}: {text_of(error)}") from None
 
 
 def guarded_loop(*subject: Any, **options: Any) -> "KerasLoop":

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from memfit.core.patching import Replacement, replaced
 from memfit.core.private_names import PrivateNames
 
 NAMES = PrivateNames("keras", "3.5 to 3.15")
@@ -218,11 +219,8 @@ def layers_as_scopes(scope: Callable[[str], AbstractContextManager[Any]]) -> Ite
         with plain(layer), scope(layer.name):
             yield
 
-    keras.layers.Layer._open_name_scope = opened
-    try:
+    with replaced([Replacement(keras.layers.Layer, "_open_name_scope", opened)]):
         yield
-    finally:
-        keras.layers.Layer._open_name_scope = plain
 
 
 def collects_losses() -> bool:
@@ -351,12 +349,7 @@ def added_loss(model: Any, loss: Any) -> Any:
     return keras.ops.sum(keras.ops.cast(loss, keras.backend.floatx())) if aggregate is None else aggregate(loss)
 
 
-@contextmanager
-def losses_given(model: Any, losses: list[Any]) -> Iterator[None]:
+def losses_given(model: Any, losses: list[Any]) -> AbstractContextManager[None]:
     """Has a `compute_loss` find these among `model.losses`."""
-    before = NAMES.of(model, "_losses_override")
-    model._losses_override = list(losses)
-    try:
-        yield
-    finally:
-        model._losses_override = before
+    NAMES.of(model, "_losses_override")
+    return replaced([Replacement(model, "_losses_override", list(losses))])

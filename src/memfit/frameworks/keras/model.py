@@ -2,14 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import keras
 
-from memfit.core.errors import BadBatch, BadModel, MemfitError, StepFailed
+from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency, StepFailed, how_to_install
+from memfit.core.printing import text_of
 from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
@@ -18,6 +19,7 @@ from memfit.frameworks.keras.batch import Batch, flatten, item_bytes, mapped
 
 OPTIMIZER = "(optimizer)"
 METRICS = "(metrics)"
+_BACKENDS = ("torch", "jax", "tensorflow")
 _HOW_TO_BUILD = "call each of them on a batch first, or give it an Input."
 _FOR_A_GUARD = "A guard has to know all variables before the first step"
 
@@ -62,7 +64,8 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def check_model(model: Any, *, training: bool) -> None:
-    """Refuses a model that has no training step."""
+    """Refuses a model that has no training step, or a backend on which none runs."""
+    _check_backend()
     if not training:
         return
     if not getattr(model, "compiled", False):
@@ -75,6 +78,18 @@ def check_model(model: Any, *, training: bool) -> None:
             f"the model {model.name!r} was compiled with the optimizer {model.optimizer!r}. "
             "Compile it with one of Keras: model.compile(optimizer='adam', loss=...)."
         )
+
+
+def _check_backend() -> None:
+    """Refuses a backend that doesn't train, or isn't there."""
+    name = str(keras.backend.backend())
+    if name not in _BACKENDS:
+        raise BadInput(
+            f"Keras runs on {name}, which doesn't train. Set KERAS_BACKEND to one of {', '.join(_BACKENDS)} "
+            "before Keras is imported."
+        )
+    if find_spec(name) is None:
+        raise MissingDependency(f"Keras runs on {name}, which isn't installed. Install it with {how_to_install(name)}.")
 
 
 def check_inputs(model: Any, batch: Batch) -> None:
@@ -143,11 +158,10 @@ def build(model: Any, batch: Batch, *, training: bool) -> None:
             internals.compute_output_spec(model, x, training=False)
     except Exception as error:
         shapes = ", ".join(str(spec.shape) for spec in batch.specs())
-        text = " ".join(str(error).split())
         raise StepFailed(
             f"Keras can't build the model {model.name!r} for a batch of the shapes {shapes}{user_line(error)[0]}: "
-            f"{type(error).__name__}: {text}\nGive x and y that fit the model and its loss. A model that Keras can't "
-            "build by itself is built by calling it on one batch."
+            f"{type(error).__name__}: {text_of(error)}\nGive x and y that fit the model and its loss. A model that "
+            "Keras can't build by itself is built by calling it on one batch."
         ) from error
     finally:
         if optimizer is not None:
@@ -297,16 +311,3 @@ def trace_of(step: Trace, variables: Sequence[Held], trained: Iterable[Any]) -> 
     count = sum(number_of(one.variable) for one in variables if one.category is Category.PARAMETER)
     parameter_bytes = sizes.get(Category.PARAMETER, 0)
     return replace(step, num_parameters=count, parameter_bytes=parameter_bytes, state_bytes=sizes)
-
-
-@contextmanager
-def explained(tracer: str) -> Iterator[None]:
-    """Turns any exception of a step that the tracer ("JAX") runs into `StepFailed` with the line that raised it."""
-    try:
-        yield
-    except MemfitError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split()) or "no message"
-        where = user_line(error)[0]
-        raise StepFailed(f"the step failed while {tracer} traced it{where}: {type(error).__name__}: {text}") from error

@@ -6,7 +6,7 @@ models, subclasses and a `fit` of the user's own that calls Keras's are all reac
 
 from types import ModuleType
 
-from memfit.core.replaced_methods import Instead, replace_method
+from memfit.core.patching import Instead, replace_method
 from memfit.core.run_events import note
 
 

@@ -3,6 +3,7 @@
 Without the graph optimizer and the compiler's text no step can be traced, without the rest only some can't.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ _PATHS = {
     "op_definition": "tensorflow.python.framework.op_def_registry:get",
     "stop_recording": "tensorflow.python.eager.record:stop_recording",
 }
+_CALLING = ("PartitionedCall", "While", "If", "Case")
 __getattr__ = NAMES.table(_PATHS, globals())
 
 
@@ -29,6 +31,16 @@ def output_properties(meta: Any) -> Any:
     """Type and shape of every tensor of a graph, by its node's name."""
     item = NAMES.find("tensorflow.python.grappler.item:Item")
     return item(meta, ignore_colocation=True, ignore_user_placement=True).GetOpProperties()
+
+
+def graphs_called_by(operation: Any) -> Iterator[Any]:
+    """Graphs of the functions that an operator calls: of `tf.function`, loops and branches."""
+    if not operation.type.endswith(_CALLING):
+        return
+    for attribute in operation.node_def.attr.values():
+        for function in (attribute.func, *attribute.list.func):
+            if function.name:
+                yield NAMES.of(operation.graph, "_get_function")(function.name).graph
 
 
 def run_kernel(op: str, num_outputs: int, inputs: list[Any], attributes: tuple[Any, ...]) -> list[Any]:

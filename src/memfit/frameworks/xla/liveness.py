@@ -5,9 +5,10 @@ lies in one place throughout; a dynamic-update-slice or scatter writes into its 
 writes over an operand of the same shape that nobody needs any more.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from memfit.frameworks.xla.hlo import Aliases, Computation, Instruction, Module, Shape
 
@@ -22,10 +23,6 @@ _ELEMENTWISE = frozenset({
     "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "stochastic-convert", "subtract", "tan",
     "tanh", "xor",
 })  # fmt: skip
-_ALIGNMENT_BYTES = 64
-# Packing compares each buffer with all others; beyond so many the smallest, which hardly matter, are added up.
-_MOST_PACKED = 2500
-_Spans = list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -354,13 +351,13 @@ def lay_out(lives: Lives) -> Layout:
 
     XLA gives each argument and each result a range of its own for as long as the program runs, puts what it can into
     the ranges that results (and the donated arguments that become results) leave unused, and packs the rest into one
-    range: largest first, or longest-lived first, each at the tightest gap; the better of the two orders counts. Where
-    XLA's own figure is at hand it is the truth; TensorFlow gives none.
+    range, which is taken to be as large as the most that lives there at once: of 24 training steps it was 3% larger at
+    most. Where XLA's own figure is at hand it is the truth; TensorFlow gives none.
     """
     buffers = lives.buffers
     # (bytes, buffers in it) of each argument or result that others may use while it waits for its value.
     ranges: list[tuple[int, list[int]]] = []
-    packed: dict[int, Buffer] = {}
+    packed: list[int] = []
     arguments = outputs = constants = 0
     order = sorted(
         range(len(buffers)),
@@ -383,14 +380,22 @@ def lay_out(lives: Lives) -> Layout:
                     inside.append(place)
                     break
             else:
-                if size:
-                    packed[place] = buffer
-    groups = sorted(_overwritten(packed), key=lambda group: -group.size_bytes)
-    groups, rest = groups[:_MOST_PACKED], groups[_MOST_PACKED:]
-    by_life = sorted(groups, key=lambda group: (group.start - group.end, -group.size_bytes))
-    by_size = sorted(groups, key=lambda group: (-group.size_bytes, group.start - group.end))
-    temporary = min(_best_fit(by_size), _best_fit(by_life)) + sum(group.size_bytes for group in rest)
-    return Layout(arguments, outputs + lives.table_bytes, temporary, constants)
+                packed.append(place)
+    return Layout(arguments, outputs + lives.table_bytes, _most_at_once(buffers, packed), constants)
+
+
+def _most_at_once(buffers: tuple[Buffer, ...], places: Sequence[int]) -> int:
+    """The greatest sum of some buffers that live at one time; where one is written over another, both count once."""
+    left, gone = set(places), set[int]()
+    changes: Counter[int] = Counter()
+    for place in sorted(places, key=lambda place: buffers[place].start):
+        buffer = buffers[place]
+        ending = (other for other in sorted(buffer.overwrites & left - gone) if buffers[other].end == buffer.start)
+        gone.update(itertools.islice(ending, 1))
+        changes[buffer.start] += buffer.size_bytes
+    for place in places:
+        changes[buffers[place].end + (place not in gone)] -= buffers[place].size_bytes
+    return max(itertools.accumulate(changes[time] for time in sorted(changes)), default=0)
 
 
 def _collide(buffers: tuple[Buffer, ...], one: int, other: int) -> bool:
@@ -401,50 +406,3 @@ def _collide(buffers: tuple[Buffer, ...], one: int, other: int) -> bool:
         for a in first.values
         for b in second.values
     )
-
-
-class _Group(NamedTuple):
-    """Buffers of which one is written over the other."""
-
-    size_bytes: int
-    start: int
-    end: int
-    spans: _Spans
-
-
-def _overwritten(buffers: dict[int, Buffer]) -> list[_Group]:
-    """All buffers, those joined of which one is written over the other."""
-    groups: dict[int, _Group] = {}
-    belongs: dict[int, int] = {}
-    for place in sorted(buffers, key=lambda place: buffers[place].start):
-        buffer = buffers[place]
-        joined = (belongs[other] for other in sorted(buffer.overwrites) if other in belongs)
-        target = next((group for group in joined if groups[group].end == buffer.start), place)
-        belongs[place] = target
-        size, start, end, spans = groups.get(target, (buffer.size_bytes, buffer.start, buffer.end, []))
-        spans = [*spans, *((value.start, value.end) for value in buffer.values)]
-        groups[target] = _Group(size, min(start, buffer.start), max(end, buffer.end), spans)
-    return list(groups.values())
-
-
-def _best_fit(groups: list[_Group]) -> int:
-    """Bytes of the range when each group, in this order, is put into the tightest gap that is free all along."""
-    placed: list[tuple[int, int, int, int, _Spans]] = []
-    total = 0
-    for group in groups:
-        size = -(-group.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        first, last, spans = group.start, group.end, group.spans
-        taken = sorted(
-            (offset, offset + width)
-            for offset, width, start, end, others in placed
-            if start <= last and first <= end and any(a <= d and c <= b for a, b in others for c, d in spans)
-        )
-        best, tightest, free = None, None, 0
-        for start, end in taken:
-            if start - free >= size and (tightest is None or start - free < tightest):
-                best, tightest = free, start - free
-            free = max(free, end)
-        offset = free if best is None else best
-        placed.append((offset, size, first, last, spans))
-        total = max(total, offset + size)
-    return total

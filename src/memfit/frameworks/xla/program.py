@@ -2,12 +2,11 @@
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
-from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER
+from memfit.core.user_code import SourceNames
 from memfit.frameworks.xla.hlo import Instruction, Module, parse
 from memfit.frameworks.xla.liveness import Buffer, Lives, Value, lives_of
 from memfit.frameworks.xla.scratch import Scratch, scratch_of
@@ -22,6 +21,9 @@ _WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|checkpoint|remat|linearize|pmap|s
 _NAME = re.compile(r"^[A-Za-z_][\w.\-\[\]]*$")
 PhaseOf = Callable[[str], Phase | None]
 """The part of a step that an operation belongs to, from its name; None where the name doesn't say."""
+SourceOf = Callable[[str, tuple[tuple[str, int], ...]], str]
+"""The line of the user's code, "net.py:31" or "", from an operation's name and its stack, innermost (file, line) first.
+"""
 Describe = Callable[[int], tuple[Category, str]]
 """What an argument (or a result) of the program is for, and the module that it belongs to, from its number."""
 # Scalars that are part of a program say nothing.
@@ -40,20 +42,21 @@ class Origin:
 
 
 class Origins:
-    """Knows the origin of each instruction; `phases` tells parts of a step from names, JAX's by default.
+    """Knows the origin of each instruction.
+
+    `phases` tells parts of a step from names, JAX's by default; `sources` lines, by default those that the program has.
 
     Frameworks tell XLA what each operation is called. JAX wraps the names of transformed code, "transpose(jvp(layer1))"
     for the backward pass of layer1; TensorFlow puts "gradient_tape" in front of it.
     """
 
-    def __init__(self, module: Module, phases: PhaseOf | None = None) -> None:
+    def __init__(self, module: Module, phases: PhaseOf | None = None, sources: SourceOf | None = None) -> None:
+        names = SourceNames()
         self._module = module
         self._phase_of = phases or phase_of
         self._known: dict[str, Origin] = {}
-        self._sources: dict[tuple[tuple[str, int], ...], str] = {}
-        self._roots = sorted(
-            (os.path.abspath(path) for path in {*sys.path, os.getcwd()} if path), key=len, reverse=True
-        )
+        self._source_of = sources or (lambda _, stack: names.innermost(stack))
+        self._sources: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
 
     def of(self, instruction: Instruction) -> Origin:
         """Where `instruction` comes from."""
@@ -70,19 +73,15 @@ class Origins:
             is_plain = not primitive or primitive == instruction.opcode
             op = instruction.opcode if is_plain else f"{primitive} ({instruction.opcode})"
             self._known[instruction.name] = Origin(
-                self._phase_of(named.op_name), path, op, self._source(named.source), bool(named.op_name)
+                self._phase_of(named.op_name), path, op, self._source(named), bool(named.op_name)
             )
         return self._known[instruction.name]
 
-    def _source(self, stack: tuple[tuple[str, int], ...]) -> str:
-        """The innermost line of the user's code, without the machine's folders."""
-        if stack not in self._sources:
-            users = (place for place in stack if not place[0].startswith((*INSTALLED_FOLDERS, PACKAGE_FOLDER)))
-            path, line = next(users, ("", 0))
-            root = next((root for root in self._roots if path.startswith(root + os.sep)), os.path.dirname(path))
-            short = path[len(root) :].lstrip(os.sep)
-            self._sources[stack] = f"{short}:{line}" if path and not path.startswith("<") else ""
-        return self._sources[stack]
+    def _source(self, named: Instruction) -> str:
+        key = named.op_name, named.source
+        if key not in self._sources:
+            self._sources[key] = self._source_of(*key)
+        return self._sources[key]
 
 
 def phase_of(op_name: str) -> Phase | None:
@@ -151,15 +150,16 @@ class Program:
         describe_result: Describe | None = None,
         scratch: Sequence[Scratch] = (),
         phase_of: PhaseOf | None = None,
+        source_of: SourceOf | None = None,
     ) -> Timeline:
         """Every buffer, with what kernels take for themselves on the CPU.
 
         `describe` and `describe_result` tell what arguments, and results that take no argument's place, are for;
-        `phase_of` is as for `Origins`.
+        `phase_of` and `source_of` are as for `Origins`.
         """
         spans = [(kernel.time, kernel.end, kernel.matrix_bytes) for kernel in scratch]
         spans += [(kernel.time, kernel.time, kernel.own_bytes) for kernel in scratch]
-        writer = _Writer(self.lives, Origins(self.module, phase_of), describe, describe_result)
+        writer = _Writer(self.lives, Origins(self.module, phase_of, source_of), describe, describe_result)
         return writer.timeline(sorted(span for span in spans if span[2]))
 
 

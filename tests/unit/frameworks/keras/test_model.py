@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from memfit.core.errors import BadBatch, BadModel, StepFailed
+from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency, StepFailed
 from memfit.core.timeline import Category
 from memfit.frameworks.keras.batch import read
 from memfit.frameworks.keras.model import (
@@ -210,3 +210,14 @@ def test_what_keras_cannot_build_is_told_with_the_shapes():
         pytest.raises(StepFailed, match=r"can't build the model 'strange' .*\(2, 8\), \(2, 2\): .*no way"),
     ):
         build(made, batch(), training=True)
+
+
+def test_the_backend_must_be_one_that_is_known_and_there(monkeypatch):
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(2)])
+    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
+    with pytest.raises(BadInput, match=r"runs on openvino, which doesn't train. Set KERAS_BACKEND to one of"):
+        check_model(model, training=True)
+    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
+    monkeypatch.setattr("memfit.frameworks.keras.model.find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"isn't installed. .* `pip install tensorflow`"):
+        check_model(model, training=True)

@@ -203,4 +203,4 @@ def test_a_loops_own_temporaries_are_counted_once():
     layout = lay_out(lives_of(parse(LOOP)))
 
     # The array that is twice as long; the counter, in which the loop counts on; and what is compared fits beside.
-    assert layout.temporary_bytes == 512 * 4 + 64
+    assert layout.temporary_bytes == 512 * 4 + 4

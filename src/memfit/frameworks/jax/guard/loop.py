@@ -14,10 +14,10 @@ import jax
 
 from memfit.core.adapter import GuardedLoop
 from memfit.core.guarding import NEVER, BatchSize, BrokenUpdate, CannotFit, Fallbacks, MemoryFailure
-from memfit.core.oom import recognise
+from memfit.core.oom import caught
 from memfit.core.settings import Settings
 from memfit.frameworks.jax.apply.training import TrainStep, check_batch, join_params, part_size, split_params
-from memfit.frameworks.jax.guard.memory_request import MemoryRequest, NoRoom, beside_arguments, form_of
+from memfit.frameworks.jax.guard.memory_request import MemoryRequest, beside_arguments, form_of
 
 # What an update in place may ask for and still be trusted not to fail.
 _NEXT_TO_NOTHING = 1 << 20
@@ -35,7 +35,6 @@ class JaxLoop(GuardedLoop):
         self._programs: dict[int, tuple[Any, MemoryRequest]] = {}
         self._updates: dict[Any, Any] = {}
         self._params = self._state = self.batch = None
-        self._said = ""
         # Refuses what can't be run before the first batch.
         self._plain = TrainStep(loss, optimizer, settings)
         self.init = self._plain.init
@@ -54,19 +53,19 @@ class JaxLoop(GuardedLoop):
         trained, fixed, structure = split_params(params)
         size = check_batch(batch)
         part = part_size(settings_of(batch), size)
-        try:
+        computed: list[Any] = []
+
+        def compute() -> None:
             program, request = self._program(part)
             request.ask((structure, trained, fixed, batch))
             # Errors of the run itself come late: not before the results are waited for.
-            value, gradients = jax.block_until_ready(program(structure, trained, fixed, batch))
-        except (RuntimeError, ValueError, MemoryError) as error:
-            failure = recognise(error)
-            if failure is None:
-                raise
-            self._said = " ".join(str(error).split())[:200]
-            if isinstance(error, NoRoom):
-                self.num_halvings = _num_halvings(error)
+            computed[:] = jax.block_until_ready(program(structure, trained, fixed, batch))
+
+        failure = caught(compute)
+        if failure is not None:
+            self.num_halvings = _num_halvings(failure)
             return failure
+        value, gradients = computed
         trained, state = self._updated(trained, state, gradients)
         self.result = join_params(trained, fixed, structure), state, value
         self.happened = True
@@ -94,21 +93,22 @@ class JaxLoop(GuardedLoop):
                 request = MemoryRequest(update)
             self._updates[key] = update, request
         update, request = self._updates[key]
-        try:
+        updated: list[Any] = []
+
+        def run() -> None:
             if request is not None:
                 request.ask((trained, state, gradients))
-            updated: tuple[Any, Any] = jax.block_until_ready(update(trained, state, gradients))
-            return updated
-        except (RuntimeError, ValueError, MemoryError) as error:
-            if recognise(error) is None:
-                raise
-            failure = " ".join(str(error).split())[:200]
+            updated[:] = jax.block_until_ready(update(trained, state, gradients))
+
+        failure = caught(run)
+        if failure is None:
+            return updated[0], updated[1]
         if any(leaf.is_deleted() for leaf in jax.tree.leaves((trained, state)) if isinstance(leaf, jax.Array)):
             raise BrokenUpdate(
-                f"memory ran out in the update: {failure} JAX has deleted the parameters; go on from a checkpoint."
+                f"memory ran out in the update: {failure.text} JAX has deleted the parameters; go on from a checkpoint."
             )
         raise CannotFit(
-            f"memory ran out in the update: {failure} Parameters and state are as they were before the step; the "
+            f"memory ran out in the update: {failure.text} Parameters and state are as they were before the step; the "
             "optimizer's own memory doesn't fit beside them."
         )
 
@@ -125,7 +125,7 @@ class JaxLoop(GuardedLoop):
     def explain(self, failure: MemoryFailure, settings: Settings, why_whole: str) -> str:
         """The message for a step that can't fit: what ran out, and what to do."""
         return (
-            f"memory ran out with a single sample at a time: {self._said} Parameters and state are as they were "
+            f"memory ran out with a single sample at a time: {failure.text} Parameters and state are as they were "
             "before the step. Mark blocks with memfit.jax.block and plan with recomputation, or use a smaller model."
         )
 
@@ -133,13 +133,10 @@ class JaxLoop(GuardedLoop):
         """Nothing was changed."""
 
 
-def _num_halvings(found: NoRoom) -> int:
-    """How often a batch has to be halved at least: what doesn't depend on its size only makes it more.
-
-    >>> _num_halvings(NoRoom(wanted_bytes=900, free_bytes=240))
-    2
-    """
+def _num_halvings(failure: MemoryFailure) -> int:
+    """How often a batch has to be halved at least: what doesn't depend on its size only makes it more."""
     number = 1
-    while found.wanted_bytes >> number > max(found.free_bytes, 1):
-        number += 1
+    if failure.requested_bytes is not None and failure.free_bytes is not None:
+        while failure.requested_bytes >> number > max(failure.free_bytes, 1):
+            number += 1
     return number

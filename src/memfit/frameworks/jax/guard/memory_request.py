@@ -42,7 +42,7 @@ class NoRoom(MemoryError):
     """The memory that a step needs, margins included, isn't there."""
 
     def __init__(self, wanted_bytes: int, free_bytes: int) -> None:
-        super().__init__(f"a step that needs {wanted_bytes} bytes finds {free_bytes} bytes free")
+        super().__init__(f"a step that has to allocate {wanted_bytes} bytes finds {free_bytes} bytes free")
         self.wanted_bytes = wanted_bytes
         self.free_bytes = free_bytes
 

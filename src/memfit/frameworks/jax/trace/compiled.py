@@ -14,7 +14,7 @@ from memfit.core.timeline import Category, Timeline
 from memfit.core.trace import Serving, Trace
 from memfit.frameworks.jax import internals
 from memfit.frameworks.jax.trace.arguments import size_of
-from memfit.frameworks.xla.program import Describe, Program, held_before
+from memfit.frameworks.xla.program import Describe, Program, SourceOf, held_before
 from memfit.frameworks.xla.scratch import Scratch, most_bytes, spread_of
 
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -49,15 +49,20 @@ class Compiled:
         """Devices that run the program together; all sizes are those of one."""
         return math.prod(int(count) for count in _COPIES.findall(self.program.text.partition("\n")[0]))
 
-    def timeline(self, describe: Describe, describe_result: Describe | None = None) -> Timeline:
+    def timeline(
+        self, describe: Describe, describe_result: Describe | None = None, source_of: SourceOf | None = None
+    ) -> Timeline:
         """Every buffer of the program.
 
         `describe` gives (category, dotted path of the module) from the number of an argument's leaf, as
         `jax.tree.leaves(arguments)` counts them, static ones left out; `describe_result` the same for leaves of the
-        result that take no argument's place.
+        result that take no argument's place; `source_of` is as for `Origins`.
         """
         kept = self.kept
-        made = self.program.timeline(lambda number: describe(kept[number]), describe_result, self.scratch or ())
+        scratch = self.scratch or ()
+        made = self.program.timeline(
+            lambda number: describe(kept[number]), describe_result, scratch, source_of=source_of
+        )
         return held_before(made, [(size, *describe(number)) for number, size in self.unused if size])
 
     def trace(

@@ -4,7 +4,6 @@ import gc
 import inspect
 import math
 import sys
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from memfit.core.errors import BadBatch, BadInput, MemfitError, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
+from memfit.core.step_facts import forward_seconds
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
@@ -45,8 +45,6 @@ _HINTS = (
     (jax.errors.TracerArrayConversionError, _VALUE_NEEDED),
     (jax.errors.TracerIntegerConversionError, _VALUE_NEEDED),
 )
-_TIMED_SAMPLES = 8
-_NUM_TIMED = 3
 _KINDS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 SIMULATED = (
     Note(
@@ -395,24 +393,14 @@ class OpenTraining:
 
     def time_forward(self) -> tuple[float, float]:
         """(seconds of one sample, seconds of a call however small) of the forward pass, on the device in hand."""
-        if self.batch_size is None or self.batch_size == 1:
-            return self._timed(self.batch), 0.0
-        few, many = 1, min(self.batch_size, max(_TIMED_SAMPLES, self.batch_size // _TIMED_SAMPLES))
-        short, long = (self._timed(training.resized(self.batch, count)) for count in (few, many))
-        sample = max(long - short, 0.1 * long) / (many - few)
-        return sample, max(0.0, short - sample)
-
-    def _timed(self, batch: Any) -> float:
         trained, fixed, structure = training.split_params(self.params)
-        zeros = jax.tree.map(_zeros, (trained, fixed, batch))
         run = jax.jit(lambda own, other, data: self.loss(training.join_params(own, other, structure), data))
-        jax.block_until_ready(run(*zeros))
-        times = []
-        for _ in range(_NUM_TIMED):
-            started = time.perf_counter()
-            jax.block_until_ready(run(*zeros))
-            times.append(time.perf_counter() - started)
-        return min(times)
+
+        def forward(size: int) -> Callable[[], object]:
+            zeros = jax.tree.map(_zeros, (trained, fixed, training.resized(self.batch, size)))
+            return lambda: jax.block_until_ready(run(*zeros))
+
+        return forward_seconds(forward, self.batch_size or 1)
 
 
 def _named(categories: tuple[Category, ...], trees: tuple[Any, ...]) -> list[tuple[Category, str]]:

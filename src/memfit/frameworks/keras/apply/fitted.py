@@ -10,6 +10,7 @@ Everything is done to the one instance and can be undone: `fit`, `train_on_batch
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import keras
@@ -17,11 +18,9 @@ import keras
 from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply import precision
+from memfit.frameworks.keras.apply import low_rank, precision, recomputation
 from memfit.frameworks.keras.apply.split_step import splits
 from memfit.frameworks.keras.model import check_model, has_own_step, layer_paths
-
-_PLACE = "memfit.frameworks.keras.apply"
 
 
 class FittedModel:
@@ -51,9 +50,7 @@ class FittedModel:
                 texts.append(f"{in_words(statistics)} use the statistics of each micro-batch")
             if random:
                 texts.append(f"{in_words(random)} draw other random numbers than for the whole batch")
-        for name in _moves(self.settings):
-            move = importlib.import_module(f"{_PLACE}.{name}")
-            texts.append(move.difference(self.settings) if hasattr(move, "difference") else "")
+        texts += [low_rank.difference(self.settings), precision.difference(self.settings)]
         return "; ".join(filter(None, texts))
 
     def change(self, settings: Settings) -> None:
@@ -92,10 +89,10 @@ class FittedModel:
                 )
             undo.callback(setattr, model, "jit_compile", model.jit_compile)
             model.jit_compile = settings.jit_compile
-        for name in moves:
-            undo.callback(importlib.import_module(f"{_PLACE}.{name}").apply(settings, model))
+        for move in moves:
+            undo.callback(move.apply(settings, model))
         if splits(settings):
-            steps = importlib.import_module(f"{_PLACE}.{keras.backend.backend()}_steps")
+            steps = importlib.import_module(f"memfit.frameworks.keras.apply.{keras.backend.backend()}_steps")
             split = steps.Step(settings, model, model.train_step, self._allows)
             was_built = bool(model.built)
 
@@ -117,8 +114,6 @@ def check_split(model: Any, *, approximate: bool) -> None:
             f"{kind.__name__} has a train_step of its own, whose batches can't be split into micro-batches. Leave "
             "micro-batches out, or move what it does into compute_loss, which can."
         )
-    if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
-        raise BadModel(f"Keras runs on {keras.backend.backend()}, which doesn't train. Use tensorflow, jax or torch.")
     if internals.uses_nnx():
         raise BadModel("Keras with flax nnx can't be split into micro-batches. Leave one of the two out.")
     if not approximate:
@@ -136,11 +131,11 @@ def _check_statistics(model: Any) -> None:
         )
 
 
-def _moves(settings: Settings) -> list[str]:
-    """Modules that put the other settings into practice, in the order in which they are applied."""
+def _moves(settings: Settings) -> list[ModuleType]:
+    """What puts the other settings into practice, in the order in which it is applied."""
     is_adapted = settings.lora_rank or settings.quantized_base
-    asked = {"low_rank": is_adapted, "precision": settings.precision, "recomputation": settings.checkpoint}
-    return [name for name, value in asked.items() if value]
+    asked = ((low_rank, is_adapted), (precision, settings.precision), (recomputation, settings.checkpoint))
+    return [move for move, value in asked if value]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from memfit.core.errors import BadInput, BadModel
+from memfit.core.patching import Replacement, replaced
 from memfit.core.settings import Settings
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.model import layer_paths
@@ -197,7 +198,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
     model runs them.
     """
     recompute = _backend_recompute(model)
-    undo = ExitStack()
+    stand_ins = []
     runs: dict[int, list[_Part]] = {}
     parts = [part_at(model, path) for path in settings.checkpoint]
     _check_apart(parts)
@@ -205,13 +206,13 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
         if part.graph is not None:
             runs.setdefault(id(part.graph), []).append(part)
         else:
-            _replace(undo, part.layers[0], "call", _recomputed_call(part.layers[0], recompute))
+            (layer,) = part.layers
+            stand_ins.append(Replacement(layer, "call", _recomputed_call(layer, recompute)))
     for chosen in runs.values():
         graph = chosen[0].graph
-        _replace(undo, graph, internals.RUN_THROUGH_GRAPH, _GraphRun(graph, chosen, recompute))
-    # Keras builds the step anew.
-    undo.callback(setattr, model, "train_function", None)
-    model.train_function = None
+        stand_ins.append(Replacement(graph, internals.RUN_THROUGH_GRAPH, _GraphRun(graph, chosen, recompute)))
+    undo = ExitStack()
+    undo.enter_context(replaced(stand_ins))
     return undo.close
 
 
@@ -295,15 +296,6 @@ def _check_apart(parts: Sequence[_Part]) -> None:
                         f"checkpoint names {other!r} and {part.path!r}, which share the layer {inner.name!r}. "
                         "Name only one of them, or runs that don't overlap."
                     )
-
-
-def _replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
-    """Puts a method on the instance, until `undo` puts back the one that was there."""
-    if name in target.__dict__:
-        undo.callback(target.__dict__.__setitem__, name, target.__dict__[name])
-    else:
-        undo.callback(target.__dict__.pop, name, None)
-    target.__dict__[name] = value
 
 
 def _recomputed_call(layer: Any, recompute: Callable[..., list[Any]]) -> Callable[..., Any]:
@@ -407,9 +399,7 @@ def _backend_recompute(model: keras.Model) -> Callable[..., list[Any]]:
             return recomputed_by_tensorflow(*args, compiled=bool(model.jit_compile) and not model.run_eagerly)
 
         return recompute
-    if name == "torch":
-        return _recomputed_by_torch
-    raise BadModel(f"recomputation needs Keras on tensorflow, jax or torch, but its backend is {name!r}.")
+    return _recomputed_by_torch
 
 
 def _recomputed_by_torch(

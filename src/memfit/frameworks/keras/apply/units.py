@@ -8,7 +8,7 @@ layers that are made of layers are the units, such as the blocks of a transforme
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from memfit.core.errors import BadModel
+from memfit.core.patching import around, replaced
 from memfit.core.step_facts import StepPart
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.batch import item_bytes
@@ -80,25 +81,21 @@ def recorded(model: keras.Model, inputs: Any) -> Call | None:
 @contextmanager
 def _noting(top: Call) -> Iterator[None]:
     """Notes down the calls of layers while it lasts."""
-    plain = keras.layers.Layer.__call__
     stack = [top]
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        one = Call(self)
+    def call(plain: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+        one = Call(layer)
         stack.append(one)
         try:
-            outputs = plain(self, *args, **kwargs)
+            outputs = plain(layer, *args, **kwargs)
         finally:
             stack.pop()
         _fill(one, (args, kwargs), outputs)
         stack[-1].calls.append(one)
         return outputs
 
-    keras.layers.Layer.__call__ = call
-    try:
+    with replaced([around(keras.layers.Layer, "__call__", call)]):
         yield
-    finally:
-        keras.layers.Layer.__call__ = plain
 
 
 def _fill(one: Call, inputs: Any, outputs: Any) -> None:

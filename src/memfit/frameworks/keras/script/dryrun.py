@@ -14,7 +14,7 @@ import keras
 
 from memfit.core.device import Device
 from memfit.core.estimate import Note
-from memfit.core.replaced_methods import replace_method
+from memfit.core.patching import Replacement, replace_method, replaced
 from memfit.core.settings import Settings
 from memfit.core.trace import Trace
 from memfit.frameworks.keras import internals
@@ -106,11 +106,10 @@ def end_at_fit(module: ModuleType, found: Callable[[FirstBatch], None]) -> None:
         def make(force: bool = False) -> None:
             model.train_function = keep
 
-        model.make_train_function = make
         try:
-            return plain(model, *arguments, **named)
+            with replaced([Replacement(model, "make_train_function", make)]):
+                return plain(model, *arguments, **named)
         finally:
-            vars(model).pop("make_train_function", None)
             model.train_function = None
 
     for name in ("fit", "train_on_batch"):

@@ -21,9 +21,9 @@ from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.frameworks.jax.trace.arguments import leaves_of, size_of
 from memfit.frameworks.jax.trace.compiled import read
-from memfit.frameworks.jax.trace.job import SIMULATED
+from memfit.frameworks.jax.trace.job import SIMULATED, explained
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.model import LayerNames, explained
+from memfit.frameworks.keras.model import LayerNames
 from memfit.frameworks.keras.script.loop_state import LoopState, is_framework
 from memfit.frameworks.keras.trace.jax_backend import step_timeline
 
@@ -154,7 +154,7 @@ class JaxLoop:
     def _traced(self, call: _Call, device: Device) -> Trace:
         on_gpu = device.kind is Kind.CUDA
         function = call.function if hasattr(call.function, "lower") else jax.jit(call.function)
-        with explained("JAX"):
+        with explained():
             lowered = function.lower(*call.arguments, **call.named)
             compiled = read(lowered, as_on_gpu=on_gpu)
         leaves = jax.tree.leaves((call.arguments, call.named))

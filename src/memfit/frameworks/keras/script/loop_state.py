@@ -4,7 +4,6 @@ Nothing says which models a loop trains. Optimizers are seen when they are appli
 of the process by the variables that a step touches.
 """
 
-import functools
 import gc
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 import keras
 
+from memfit.core.patching import put_in_front
 from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER
@@ -40,19 +40,17 @@ class LoopState:
 
         `instead` is called in place of `stateless_apply`, with that, the optimizer and its arguments.
         """
-        for name in ("apply", "stateless_apply"):
-            base = internals.base_optimizer.BaseOptimizer
-            setattr(base, name, self._noting(getattr(base, name), instead if name != "apply" else None))
 
-    def _noting(self, plain: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def update(optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        def applied(plain: Callable[..., Any], optimizer: Any, *arguments: Any, **named: Any) -> Any:
             if all(known is not optimizer for known in self.optimizers):
                 self.optimizers.append(optimizer)
-            run = plain if instead is None else functools.partial(instead, plain)
-            return run(optimizer, *arguments, **named)
+            return plain(optimizer, *arguments, **named)
 
-        return update
+        base = internals.base_optimizer.BaseOptimizer
+        if instead is not None:
+            put_in_front(base, "stateless_apply", instead)
+        for name in ("apply", "stateless_apply"):
+            put_in_front(base, name, applied)
 
     def settle(self, touched: Mapping[int, Any]) -> None:
         """Says what each variable is for; `touched` are the backend's own that the turn uses, by `handle_of`."""

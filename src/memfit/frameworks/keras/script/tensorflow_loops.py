@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ import tensorflow as tf
 from memfit.core.device import Device, Kind
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Note
+from memfit.core.patching import put_in_front
 from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.frameworks.keras import internals as keras_internals
@@ -57,27 +57,17 @@ class TensorFlowLoop:
     def watch(self) -> None:
         """Stands in front of tapes, functions and data sets from now until the process ends."""
         self._state.watch_updates()
-        self._replace(type(tf.function(lambda: None)), "__call__", self._call)
-        self._replace(tf.GradientTape, "__enter__", self._enter)
+        put_in_front(type(tf.function(lambda: None)), "__call__", self._call)
+        put_in_front(tf.GradientTape, "__enter__", self._enter)
         for name in _DATA:
-            self._replace(tf.data.Dataset, name, self._really)
-        self._replace(type(iter(tf.data.Dataset.range(1))), "__next__", self._really)
-        self._replace(type(tf.Variable(0.0)), "numpy", self._really)
+            put_in_front(tf.data.Dataset, name, self._really)
+        put_in_front(type(iter(tf.data.Dataset.range(1))), "__next__", self._really)
+        put_in_front(type(tf.Variable(0.0)), "numpy", self._really)
 
     def close(self) -> None:
         """The script has ended; a turn that was begun is all that there is."""
         if self._graph is not None or self._turns():
             self._end()
-
-    @staticmethod
-    def _replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        plain = getattr(owner, name)
-
-        @wraps(plain)
-        def method(self: Any, *arguments: Any, **named: Any) -> Any:
-            return instead(plain, self, *arguments, **named)
-
-        setattr(owner, name, method)
 
     def _call(self, plain: Callable[..., Any], function: Any, *arguments: Any, **named: Any) -> Any:
         """A `tf.function` is called: traced where it trains, run where it doesn't."""

@@ -7,7 +7,6 @@ the batch; each leaf of them is a variable whose layer is known.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from traceback import walk_stack
 from typing import Any
 
 import jax
@@ -18,12 +17,13 @@ from memfit.core.estimate import Note
 from memfit.core.settings import Settings
 from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.trace import Trace
+from memfit.core.user_code import SourceNames, caller_lines
 from memfit.frameworks.jax.trace.compiled import Compiled, compile_step
-from memfit.frameworks.jax.trace.job import SIMULATED
+from memfit.frameworks.jax.trace.job import SIMULATED, explained
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
-from memfit.frameworks.keras.model import LayerNames, explained, trace_of, variables_of
+from memfit.frameworks.keras.model import LayerNames, trace_of, variables_of
 from memfit.frameworks.keras.trace.job import Snapshot
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
@@ -59,7 +59,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         if not training:
             step, data = predict_step, (data[0],) if isinstance(data, tuple) else (data,)
         on_gpu = device.kind is Kind.CUDA
-        with explained("JAX"), internals.layers_as_scopes(jax.named_scope):
+        with explained(), internals.layers_as_scopes(jax.named_scope):
             compiled = compile_step(step, (state, data), donate_argnums=(0,), as_on_gpu=on_gpu)
         variables = variables_of(model, training=training)
         by_variable = {id(one.variable): (one.category, one.module) for one in variables}
@@ -104,15 +104,15 @@ def step_timeline(
         category, module = (results or known)[number]
         return (Category.TEMPORARY, module) if category is Category.BATCH else (category, module)
 
-    made = compiled.timeline(describe, None if results is None else describe_result)
     # Lines of whoever asked for the trace are on JAX's stack too, but no part of the step.
-    callers = [(frame.f_code.co_filename, str(line)) for frame, line in walk_stack(None)]
+    callers, names = caller_lines(), SourceNames()
+    made = compiled.timeline(
+        describe, None if results is None else describe_result, lambda _, stack: names.innermost(stack, callers)
+    )
     named = {module for _, module in (*known, *(results or ()))}
 
     def own(block: Block) -> Block:
-        name, _, number = block.source.rpartition(":")
-        is_caller = bool(name) and any(number == line and path.endswith(name) for path, line in callers)
-        module = block.module if block.phase is Phase.SETUP or block.module in named else layers.of(block.module)
-        return replace(block, module=module, source="" if is_caller else block.source)
+        is_known = block.phase is Phase.SETUP or block.module in named
+        return block if is_known else replace(block, module=layers.of(block.module))
 
     return Timeline(tuple(map(own, made.blocks)), made.num_ticks, made.marks)

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import keras
 import numpy as np
 
 from memfit.core.device import Device
-from memfit.core.errors import BadInput, MissingDependency, StepFailed, how_to_install
+from memfit.core.errors import BadInput, StepFailed
 from memfit.core.estimate import Note
 from memfit.core.job import AUTOCASTS, Job
 from memfit.core.settings import Settings
@@ -33,7 +32,6 @@ _OBJECTS = (
     internals.Tracker,
 )
 _CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
-_BACKENDS = ("torch", "jax", "tensorflow")
 
 
 @contextmanager
@@ -100,7 +98,6 @@ class OpenModel:
 
     def __init__(self, job: Job, device: Device, batch_size: int | None = None) -> None:
         self.device = device
-        self.backend = check_backend()
         self.model = job.model
         self.training = job.mode == "training"
         if job.optimizer is not None:
@@ -138,7 +135,6 @@ class OpenModel:
             "device": self.device,
             "training": self.training,
             "settings": settings,
-            "backend": self.backend,
         }
         try:
             return traced(self.model, batch, **given)
@@ -149,25 +145,10 @@ class OpenModel:
         return traced(self.model, replace(batch, data=batch.data[0]), **given)
 
 
-def traced(
-    model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None = None, backend: str
-) -> Trace:
+def traced(model: Any, batch: Batch, device: Device, *, training: bool, settings: Settings | None = None) -> Trace:
     """The trace of a model's own step for the shapes of a batch; the model is left as it was."""
-    tracer = import_module(f"memfit.frameworks.keras.trace.{backend}_backend")
+    tracer = import_module(f"memfit.frameworks.keras.trace.{keras.backend.backend()}_backend")
     with restoring(model):
         build(model, batch, training=training)
         found: Trace = tracer.trace(model, batch, device, training=training, settings=settings)
     return found
-
-
-def check_backend() -> str:
-    """The backend that Keras runs on, which must be one of three."""
-    name = str(keras.backend.backend())
-    if name not in _BACKENDS:
-        raise BadInput(
-            f"Keras runs on {name}, which memfit doesn't know. Set KERAS_BACKEND to one of {', '.join(_BACKENDS)} "
-            "before Keras is imported."
-        )
-    if find_spec(name) is None:
-        raise MissingDependency(f"Keras runs on {name}, which isn't installed. Install it with {how_to_install(name)}.")
-    return name

@@ -1,6 +1,5 @@
 """What a plan asks of a Keras model before it searches: what can be split and recomputed, and how fast it is."""
 
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from memfit.core.device import Device, Kind
 from memfit.core.errors import MemfitError
 from memfit.core.job import AUTOCASTS
 from memfit.core.progress import doing
-from memfit.core.step_facts import StepFacts
+from memfit.core.step_facts import StepFacts, forward_seconds
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import check_split, in_words, with_random_numbers, with_statistics
 from memfit.frameworks.keras.apply.units import units
@@ -20,8 +19,6 @@ from memfit.frameworks.keras.batch import Batch, Spec, mapped
 from memfit.frameworks.keras.model import build
 from memfit.frameworks.keras.trace.job import restoring
 
-_TIMED_SAMPLES = 8
-_NUM_TIMED = 3
 # XLA for CPU has no library compute convolutions inside of a loop: they took 20 times as long.
 _SLOW_CONVOLUTIONS = 20.0
 
@@ -79,40 +76,28 @@ def loop_factor(model: Any, *, on_host: bool) -> float:
 
 def time_forward(model: Any, batch: Batch) -> tuple[float, float] | None:
     """(seconds of one sample, seconds of a call however small) of the forward pass; None where it can't be run."""
-    size = batch.batch_size or 1
-    many = min(size, max(_TIMED_SAMPLES, size // _TIMED_SAMPLES))
+    is_on_jax = keras.backend.backend() == "jax"
     with restoring(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         build(model, batch, training=True)
         try:
-            long = _timed(model, batch.resized(many) if batch.batch_size else batch)
-            if many == 1 or keras.backend.backend() == "jax":
-                # Another size would have to be compiled.
-                return long / many, 0.0
-            short = _timed(model, batch.resized(1))
+            return forward_seconds(
+                lambda size: _forward(model, batch.resized(size if batch.batch_size else None)),
+                batch.batch_size or 1,
+                is_compiled=is_on_jax,
+            )
         except Exception:
             # Only the times are lost: what the model makes of zeros is its own affair.
             return None
-    sample = max(long - short, 0.1 * long) / (many - 1)
-    return sample, max(0.0, short - sample)
 
 
-def _timed(model: Any, batch: Batch) -> float:
+def _forward(model: Any, batch: Batch) -> Callable[[], object]:
+    """One prediction, of zeros, that leaves the variables as they are."""
+
     def zeros(spec: Spec) -> Any:
         return np.zeros(spec.shape, "float32" if spec.dtype == "bfloat16" else spec.dtype)
 
-    forward = _forward(model, mapped(zeros, batch.x))
-    times = []
-    # The first is only to be compiled.
-    for _ in range(1 + _NUM_TIMED):
-        started = time.perf_counter()
-        forward()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
-
-
-def _forward(model: Any, x: Any) -> Callable[[], Any]:
-    """One prediction that leaves the variables as they are."""
+    x = mapped(zeros, batch.x)
     if keras.backend.backend() != "jax":
         return lambda: model.predict_on_batch(x)
     import jax

@@ -1,18 +1,23 @@
 """Keras on TensorFlow: the model's own training step, traced into a graph as `fit` traces it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
 from memfit.core.device import Device, Kind
+from memfit.core.errors import MemfitError, StepFailed
 from memfit.core.estimate import Note
+from memfit.core.printing import text_of
 from memfit.core.settings import Settings
 from memfit.core.trace import Trace
+from memfit.core.user_code import user_line
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, mapped
-from memfit.frameworks.keras.model import LayerNames, explained, has_own_step, optimizers_of, trace_of, variables_of
+from memfit.frameworks.keras.model import LayerNames, has_own_step, optimizers_of, trace_of, variables_of
 from memfit.frameworks.tensorflow.trace.tracing import StepVariable, XlaRefused, trace_step
 
 _ASSUMED = Note(
@@ -61,7 +66,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
         jit_compile = model.jit_compile is True
         # Its own function, as `fit` has one: what is bound to an instance is traced for each anew.
         plain = tf.autograph.experimental.do_not_convert(lambda data: step(data))
-        with explained("TensorFlow"):
+        with _explained():
             function = tf.function(plain, jit_compile=jit_compile).get_concrete_function(data)
         variables = variables_of(model, training=training)
         traced = trace_step(
@@ -76,3 +81,15 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
             traced = replace(traced, notes=(*traced.notes, _EAGER))
         trained = model.trainable_variables if training else ()
         return trace_of(replace(traced, batch_bytes=batch.size_bytes), variables, trained)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turns any exception of the step into `StepFailed` with the line that raised it."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        what = f"{user_line(error)[0]}: {type(error).__name__}: {text_of(error)}"
+        raise StepFailed(f"the step failed as TensorFlow traced it{what}") from error

@@ -85,14 +85,6 @@ def forwarded(node: Node, port: int) -> tuple[int, ...]:
     return _FORWARDED_SECOND.get(node.op, ()) if port == 1 else ()
 
 
-def scratch_bytes(node: Node) -> int:
-    """What a kernel takes for the time that it runs, which of oneDNN's isn't asked of TensorFlow."""
-    is_loss = node.op in ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
-    if not is_loss or not node.item_bytes or not node.shapes or node.shapes[0] is None:
-        return 0
-    return math.prod(node.shapes[0]) * node.item_bytes[0]
-
-
 def seconds_of(node: Node, touched_bytes: int, inputs: list[Shape]) -> float:
     """How long an operator is at work on one core, roughly."""
     if "MatMul" in node.op and node.item_bytes and len(inputs) > 1:

@@ -25,7 +25,6 @@ from memfit.frameworks.tensorflow.trace.kernels import (
     Inference,
     forwarded,
     output_shape,
-    scratch_bytes,
     seconds_of,
 )  # fmt: skip
 from memfit.frameworks.tensorflow.trace.memory import (
@@ -168,13 +167,13 @@ class Executor:
         node = self._graph.nodes[number]
         if self._on_gpu or node.op in INEXPENSIVE or work is None:
             return 0.0
-        outputs, inputs, _ = work
+        outputs, inputs = work
         touched = sum(tensor_bytes(t.shape, t.item_bytes) for t in (*outputs, *inputs) if t is not None)
         seconds = seconds_of(node, touched, [tensor.shape for tensor in inputs])
         return seconds if self._random is None else seconds * math.exp(self._random.gauss(0.0, _TIME_SPREAD))
 
     def _start(self, number: int, iteration: Iteration) -> Any:
-        """Takes what a kernel asks for: (outputs, inputs, scratch), or None of an operator on a path not taken."""
+        """Takes what a kernel asks for: (outputs, inputs), or None of an operator on a path not taken."""
         node = self._graph.nodes[number]
         arrived: list[Tensor | None] = iteration.inputs.pop(number, [None] * len(node.inputs))
         missing = iteration.missing.pop(number, None)
@@ -184,9 +183,7 @@ class Executor:
                     self._memory.release(tensor.buffer)
             return None
         inputs = [tensor for tensor in arrived if tensor is not None]
-        needed = 0 if self._on_gpu else scratch_bytes(node)
-        scratch = self._memory.allocate(needed, number) if needed else None
-        return self._outputs(number, node, inputs), inputs, scratch
+        return self._outputs(number, node, inputs), inputs
 
     def _finish(self, number: int, iteration: Iteration, work: Any, thread: int, inline: Any, queues: Any) -> None:
         """Gives back what the kernel no longer needs and hands its outputs on."""
@@ -195,12 +192,11 @@ class Executor:
         if work is None:
             self._deliver(number, node, iteration, None, ready)
         else:
-            outputs, inputs, scratch = work
+            outputs, inputs = work
             for tensor in inputs:
                 if tensor.buffer is not None:
                     tensor.buffer.last = number
                 self._memory.release(tensor.buffer)
-            self._memory.release(scratch)
             self._deliver(number, node, iteration, outputs, ready)
             for port, tensor in enumerate(outputs):
                 if tensor is not None and (number, port) not in self._kept:

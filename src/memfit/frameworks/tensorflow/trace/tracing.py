@@ -13,13 +13,16 @@ import tensorflow as tf
 
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Note
+from memfit.core.printing import text_of
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.trace import Serving, Trace
+from memfit.core.user_code import caller_lines
 from memfit.frameworks.tensorflow import internals
 from memfit.frameworks.tensorflow.trace.graph import graph_of, item_bytes
 from memfit.frameworks.tensorflow.trace.kernels import Inference
 from memfit.frameworks.tensorflow.trace.liveness import Executor, Lived
 from memfit.frameworks.tensorflow.trace.memory import Buffer, Graph, tensor_bytes
+from memfit.frameworks.tensorflow.trace.sources import Sources
 from memfit.frameworks.xla.liveness import lay_out
 from memfit.frameworks.xla.program import Program, held_before, num_processors, turn_of
 from memfit.frameworks.xla.scratch import most_bytes, spread_of
@@ -74,8 +77,9 @@ def trace_step(
         layers: dotted paths of layers as reports name them; scopes of operators are matched to them.
     """
     known = list(variables)
+    sources = Sources(function.graph, caller_lines())
     if jit_compile:
-        return _compiled(function, known, optimizers, layers, on_gpu=on_gpu)
+        return _compiled(function, known, optimizers, layers, sources, on_gpu=on_gpu)
     onednn = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower() not in ("0", "false")
     graph = graph_of(function, on_gpu=on_gpu, onednn=onednn)
     held = _held(function, graph, known)
@@ -96,7 +100,7 @@ def trace_step(
         names = ", ".join(lived.guessed[:3])
         notes.append(Note("branch", f"only the run decides which branch is taken at {names}: the first one is counted"))
     spread = min(peaks) / max(1, lived.peak_bytes), max(peaks) / max(1, lived.peak_bytes)
-    timeline = _timeline(graph, lived, known, optimizers, layers)
+    timeline = _timeline(graph, lived, known, optimizers, layers, sources)
     return Trace(timeline, tuple(notes), 0, 0, 0, serving=Serving.BEST_FIT, spread=spread)
 
 
@@ -131,7 +135,13 @@ def _variable_bytes(entry: StepVariable) -> int:
 
 
 def _compiled(
-    function: Any, variables: list[StepVariable], optimizers: Sequence[str], layers: Sequence[str], *, on_gpu: bool
+    function: Any,
+    variables: list[StepVariable],
+    optimizers: Sequence[str],
+    layers: Sequence[str],
+    sources: Sources,
+    *,
+    on_gpu: bool,
 ) -> Trace:
     """What XLA lays out for the whole step."""
     by_handle = {id(entry.variable.handle): entry for entry in variables}
@@ -146,9 +156,9 @@ def _compiled(
     try:
         compiled = internals.compiled_text(function)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        text = " ".join(str(error).split())
         raise XlaRefused(
-            f"XLA can't compile the step: {text[:500]} Compile the model with jit_compile=False where it can't."
+            f"XLA can't compile the step: {text_of(error)[:500]} Compile the model with jit_compile=False where it "
+            "can't."
         ) from error
     program = Program(compiled)
     layout = lay_out(program.lives)
@@ -159,7 +169,10 @@ def _compiled(
     def phase(name: str) -> Phase | None:
         return phase_of(name, optimizers) if name and not name.startswith("XLA_") else None
 
-    timeline = program.timeline(describe, scratch=scratch, phase_of=phase)
+    # The stacks that TensorFlow gives to XLA end in TensorFlow.
+    timeline = program.timeline(
+        describe, scratch=scratch, phase_of=phase, source_of=lambda name, _: sources.of(name) if name else ""
+    )
     # Layers for the scopes that XLA knows.
     names = {block.module for block in timeline.blocks}
     scopes = Scopes(layers, [name.replace(".", "/") for name in names])
@@ -178,7 +191,12 @@ def _compiled(
 
 
 def _timeline(
-    graph: Graph, lived: Lived, variables: list[StepVariable], optimizers: Sequence[str], layers: Sequence[str]
+    graph: Graph,
+    lived: Lived,
+    variables: list[StepVariable],
+    optimizers: Sequence[str],
+    layers: Sequence[str],
+    sources: Sources,
 ) -> Timeline:
     """Blocks with what they are for."""
     names = [node.name for node in graph.nodes]
@@ -189,14 +207,15 @@ def _timeline(
     backward = next((mark.tick for mark in marks if mark.phase is Phase.BACKWARD), None)
     blocks = []
     for buffer in lived.buffers:
-        op, phase, category, module = "", Phase.SETUP, Category.BATCH, ""
+        op, phase, category, module, source = "", Phase.SETUP, Category.BATCH, "", ""
         if buffer.node >= 0:
             op, phase = graph.nodes[buffer.node].op, phases[buffer.node]
             category, module = _category(buffer, op, phases, backward), scopes.module_of(names[buffer.node])
+            source = sources.of(names[buffer.node])
         if buffer.variable.startswith(_VARIABLE):
             entry = variables[int(buffer.variable.removeprefix(_VARIABLE))]
             category, module = entry.category, entry.module
-        blocks.append(Block(buffer.size, buffer.start, buffer.end, category, phase, module, op))
+        blocks.append(Block(buffer.size, buffer.start, buffer.end, category, phase, module, op, source))
     return Timeline(tuple(blocks), lived.num_ticks, marks)
 
 

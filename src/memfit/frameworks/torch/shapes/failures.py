@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from memfit.core.errors import BadLoss, MemfitError, StepFailed
-from memfit.core.user_code import PACKAGE_FOLDER
-from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS, SourceNames
+from memfit.core.printing import text_of
+from memfit.core.user_code import PACKAGE_FOLDER, SourceNames
+from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS
 
 _MAX_CHARACTERS = 300
 # What to do about failures of a single step, whose tensors memfit moves; a script moves its own.
@@ -85,16 +86,8 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{where}{' ' if hint else ''}{hint}"
 
 
-def text_of(error: BaseException) -> str:
-    """What an error says, in one line; nothing where it can't be asked."""
-    try:
-        return " ".join(str(error).split())
-    except Exception:
-        return ""
-
-
 def _text_and_hint(error: BaseException, hints: dict[str, str]) -> tuple[str, str]:
-    text = text_of(error) or "no message"
+    text = text_of(error)
     return text, next((hint for sign, hint in hints.items() if sign in text), "")
 
 

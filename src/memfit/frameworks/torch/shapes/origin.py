@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER
+from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER, SourceNames
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
@@ -209,18 +209,3 @@ def uncompiled_path(path: str) -> str:
     'layers.0'
     """
     return ".".join(part for part in path.split(".") if part != "_orig_mod") if "_orig_mod" in path else path
-
-
-class SourceNames:
-    """Short names for source files: relative to the working folder, or from the package's own folder on."""
-
-    def __init__(self) -> None:
-        self._roots = sorted((os.path.abspath(p) for p in sys.path if p), key=len, reverse=True)
-        self._here = os.getcwd()
-
-    def short(self, path: str) -> str:
-        """`path` without the machine's folders."""
-        for root in (*self._roots, self._here):
-            if path.startswith(root + os.sep):
-                return path[len(root) + 1 :]
-        return os.path.basename(path)

@@ -23,12 +23,12 @@ import torch
 
 from memfit.core.device import Origin
 from memfit.core.oom import recognise
+from memfit.core.printing import text_of
 from memfit.core.settings import Weighting
 from memfit.core.units import MIB
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.micro_batches import tensor_at
 from memfit.frameworks.torch.shapes.batch import common_first_dimension, may_be_samples
-from memfit.frameworks.torch.shapes.failures import text_of
 from memfit.frameworks.torch.shapes.restoration import random_states_kept
 from memfit.frameworks.torch.shapes.stand_in import map_tensors, tensors_in
 from memfit.frameworks.torch.trace.coupled_random import CoupledRandom

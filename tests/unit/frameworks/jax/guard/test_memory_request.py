@@ -55,7 +55,7 @@ def test_what_kernels_take_for_themselves_is_asked_for_and_what_the_c_library_ke
     Host(monkeypatch, wanted)
     MemoryRequest(step).ask(ARGUMENTS)
     Host(monkeypatch, wanted - 1)
-    with pytest.raises(NoRoom, match=f"needs {wanted} bytes finds") as raised:
+    with pytest.raises(NoRoom, match=f"allocate {wanted} bytes finds") as raised:
         MemoryRequest(step).ask(ARGUMENTS)
     assert 0.99 * wanted < raised.value.free_bytes < wanted == raised.value.wanted_bytes
 
@@ -161,7 +161,7 @@ class Device:
 def test_on_accelerators_the_fullest_ones_allocator_is_believed():
     devices = [Device({"bytes_limit": 100, "bytes_in_use": 40}), Device({"bytes_limit": 100}), Device(None)]
     room._ask_devices(devices, 60, lambda: None)
-    with pytest.raises(NoRoom, match="needs 61 bytes finds 60 bytes free"):
+    with pytest.raises(NoRoom, match="allocate 61 bytes finds 60 bytes free"):
         room._ask_devices(devices, 61, lambda: None)
     room._ask_devices(devices[2:], 1 << 60, lambda: None)
 

@@ -10,9 +10,10 @@ from memfit.core.errors import StepFailed
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Serving
 from memfit.frameworks.keras.batch import Spec, read
+from memfit.frameworks.keras.model import build
 from memfit.frameworks.keras.trace import jax_backend
-from memfit.frameworks.keras.trace import job as jobs
 from memfit.frameworks.keras.trace.jax_backend import as_shapes
+from memfit.frameworks.keras.trace.job import restoring
 
 layers = keras.layers
 BATCH = (np.zeros((4, 8), "float32"), np.zeros((4, 2), "float32"))
@@ -41,7 +42,9 @@ def model():
 
 
 def traced(model, device="cpu", training=True, batch=BATCH):
-    return jobs.traced(model, read(batch), find_device(device), training=training, backend="jax")
+    with restoring(model):
+        build(model, read(batch), training=training)
+        return jax_backend.trace(model, read(batch), find_device(device), training=training, settings=None)
 
 
 def test_the_state_and_the_batch_are_the_arguments(model):

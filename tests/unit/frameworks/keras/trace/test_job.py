@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from memfit.catalogue import find_device
-from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency
+from memfit.core.errors import BadBatch, BadInput, BadModel
 from memfit.core.job import Job
 from memfit.core.settings import Settings
 from memfit.frameworks.keras.internals import global_seed_generator
@@ -103,16 +103,6 @@ def test_what_cannot_be_traced_is_refused(model):
         OpenModel(Job(model, None, (np.zeros((4, 7)), np.zeros((4, 2)))), CPU)
     with pytest.raises(BadBatch, match="at least 1, but 0"):
         OpenModel(Job(model, None, batch()), CPU, 0)
-
-
-def test_the_backend_must_be_one_that_is_known_and_there(model, monkeypatch):
-    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
-    with pytest.raises(BadInput, match=r"runs on openvino, which memfit doesn't know. Set KERAS_BACKEND to one of"):
-        OpenModel(Job(model, None, batch()), CPU)
-    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
-    monkeypatch.setattr(jobs, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"isn't installed. .* `pip install tensorflow`"):
-        OpenModel(Job(model, None, batch()), CPU)
 
 
 layers = keras.layers

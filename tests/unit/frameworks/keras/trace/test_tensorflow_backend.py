@@ -11,8 +11,7 @@ import keras
 import numpy as np
 import memfit
 from memfit.frameworks.keras.batch import read
-from functools import partial
-from memfit.frameworks.keras.trace.job import traced
+from memfit.frameworks.keras.trace.job import traced as trace
 from memfit.frameworks.keras.trace.tensorflow_backend import compiles_on
 from memfit.catalogue import find_device
 from memfit.core.settings import Settings
@@ -20,7 +19,6 @@ from memfit.core.settings import Settings
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="dense")], name="network")
 model.compile(keras.optimizers.SGD(momentum=0.9), "mse", jit_compile=False)
 cpu = find_device("cpu")
-trace = partial(traced, backend="tensorflow")
 batch = np.zeros((16, 8), "float32"), np.zeros((16, 4), "float32")
 trained = trace(model, read(batch), cpu, training=True)
 predicted = trace(model, read(batch[0]), cpu, training=False)
@@ -130,5 +128,5 @@ def test_a_step_is_traced_into_a_graph():
         assert state <= own["optimizer state"] <= state + 32
     assert found["own phases"] == [["backward", "forward", "optimizer", "setup"]] * 2
     assert found["own built"] == [False, False, 0]
-    assert "the step failed while TensorFlow traced it" in found["message"]
+    assert "the step failed as TensorFlow traced it" in found["message"]
     assert "not like this" in found["message"]

@@ -3,9 +3,10 @@ import torch
 from torch import nn
 
 from memfit.core.errors import BadInput, BadLoss, StepFailed
+from memfit.core.user_code import SourceNames
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.failures import may_reach
-from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS, SourceNames
+from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS
 from tests.unit.frameworks.torch.builders import line_of, run
 from tests.unit.frameworks.torch.sessions import running
 

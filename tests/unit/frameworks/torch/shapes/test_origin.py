@@ -1,6 +1,5 @@
 import gc
 import os
-import sys
 import sysconfig
 
 import pytest
@@ -9,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.core.timeline import Category, Phase
-from memfit.frameworks.torch.shapes.origin import OriginTracker, SourceNames
+from memfit.frameworks.torch.shapes.origin import OriginTracker
 from tests.unit.frameworks.torch.builders import forward_blocks, line_of, made_in, run
 from tests.unit.frameworks.torch.sessions import made, running
 
@@ -155,17 +154,6 @@ def test_calls_of_modules_are_followed_only_inside():
         assert nn.Module.__call__ is not plain
         raise KeyError
     assert nn.Module.__call__ is plain
-
-
-def test_short_names_of_files(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "site" / "deeper"), ""])
-    monkeypatch.chdir(tmp_path)
-    names = SourceNames()
-
-    assert names.short(str(tmp_path / "site" / "package" / "model.py")) == os.path.join("package", "model.py")
-    assert names.short(str(tmp_path / "site" / "deeper" / "model.py")) == "model.py"
-    assert names.short(str(tmp_path / "train.py")) == "train.py"
-    assert names.short(os.path.join(os.sep, "elsewhere", "train.py")) == "train.py"
 
 
 @pytest.fixture
