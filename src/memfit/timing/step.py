@@ -15,9 +15,9 @@ from memfit.core.estimate import StepTime
 from memfit.core.profile import Work
 from memfit.timing.compiling import compiled
 from memfit.timing.fitted import fitted
-from memfit.timing.kernels import Numbers, Parameters, kernel_seconds
+from memfit.timing.kernels import Parameters, kernel_seconds
 from memfit.timing.rates import Rates, rates_of
-from memfit.timing.table import DTYPES, Table, between, table_of
+from memfit.timing.table import DTYPES, Numbers, Table, between, table_of
 
 COMPILED = "compiled"
 # The interval of a device that nothing was fitted to, in that of the others (assumed).

@@ -55,7 +55,7 @@ def profile(step: Step, device: Device) -> Profile:
     return Profile(
         timeline=timeline,
         units=units,
-        work=tuple(watch.log.operations),
+        work=watch.log.operations,
         batch_size=common_first_dimension(step.batch),
         optimizer=watched.optimizer_name,
         features=frozenset(watched.features),

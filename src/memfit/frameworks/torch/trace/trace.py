@@ -141,16 +141,15 @@ class _Tracer:
             self.simulation.quantized.managed_bytes,
             self.gives_weight,
             # What fused kernels do isn't in the log: then nothing is known.
-            work=() if is_compiled else tuple(self.log.operations),
+            work=() if is_compiled else self.log.operations,
             grouped_bytes=self.simulation.grouped_bytes,
             # Compiling anew for each size would take too long.
             has_regimes=self.on_cuda and not is_compiled,
         )
 
-    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _ran(self, *operation: Any) -> None:
         """Notes an operator of the step that is counted: the first, with the update of the second."""
-        if self.log.is_on:
-            self.log.add("", self.recorder.phase, func, args, kwargs, out)
+        self.log.add("", self.recorder.phase, *operation)
 
     def _fit(self, stack: ExitStack, settings: Settings, optimizer: Any) -> Any:
         """Runs the steps as `settings` say; gives the optimizer that they make of this one."""
