@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from memfit.core.device import Kind
+from memfit.core.device import Kind, Origin
 from memfit.core.estimate import Estimate
 from memfit.core.plan import Refusal
 from memfit.core.progress import doing
@@ -106,7 +106,7 @@ class TracedSearch(CandidateSearch):
     _menu: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        self.has_times = self.speed is not None
+        self.seconds_origin = None if self.speed is None else Origin.ASSUMED
         self._menu = ((), *levels(self.parts)) if self.may_recompute else ((),)
         # Where another precision is wanted in any case, the trace of the plain step isn't one of a candidate.
         if self.variants[0].memory_factor == 1.0:

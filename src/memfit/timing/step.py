@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memfit.core.device import Device
+from memfit.core.device import Device, Origin
 from memfit.core.device import Kind as DeviceKind
 from memfit.core.estimate import StepTime
 from memfit.core.profile import Work
@@ -79,7 +79,7 @@ def step_time(
         is_compiled: whether `torch.compile` makes kernels of the operators.
     """
     rates = rates_of(device)
-    if not work or rates.reference or rates.kind is DeviceKind.HOST:
+    if not work or rates.origin is not Origin.SIMULATED:
         return None
     table = table_of(work)
     if at is not None:

@@ -158,7 +158,7 @@ def test_the_step_as_it_is_comes_first_with_what_does_not_grow():
     assert search.variants[0].settings == Settings()
     assert search.variants[0].fixed_bytes == 13 * MIB
     assert question.framework == "keras:jax"
-    assert search.has_times
+    assert search.seconds_origin is Origin.ASSUMED
 
 
 def test_state_that_is_copied_counts_twice_unless_it_is_donated():

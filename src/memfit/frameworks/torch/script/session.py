@@ -20,7 +20,7 @@ import torch
 
 from memfit.allocator import replay_variants
 from memfit.allocator.live import LiveAllocator
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device
 from memfit.core.dryrun import Failure, Seen
 from memfit.core.estimate import (
     CACHE_RELEASED,
@@ -287,7 +287,7 @@ class Session:
             text = "the device was so full that the allocator returned cached memory and asked again: it fits, but "
             notes.append(Note(CACHE_RELEASED, text + "pauses cost time"))
         reserved = seen.reserved_peak_bytes
-        on_cuda = self.device.kind is Kind.CUDA
+        on_cuda = self.simulation.on_cuda
         tight_bytes = min(timeline.without_optional().peak()[1], reserved) if on_cuda else reserved
         return Estimate(
             subject=subject,

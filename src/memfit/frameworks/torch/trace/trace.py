@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device
 from memfit.core.errors import BadLoss, BadOptimizer, StepFailed
 from memfit.core.estimate import NOT_COMPILED, Note
 from memfit.core.settings import Settings
@@ -75,7 +75,6 @@ class _Tracer:
         self.compiles = compiles
         self.step = step
         self.device = device
-        self.on_cuda = device.kind is Kind.CUDA
         self.origin = OriginTracker(step.model)
         self.recorder = Recorder(self.origin.current)
         self.simulation = Simulation(device, self.recorder, self.origin)
@@ -144,7 +143,7 @@ class _Tracer:
             work=() if is_compiled else self.log.operations,
             grouped_bytes=self.simulation.grouped_bytes,
             # Compiling anew for each size would take too long.
-            has_regimes=self.on_cuda and not is_compiled,
+            has_regimes=self.simulation.on_cuda and not is_compiled,
         )
 
     def _ran(self, *operation: Any) -> None:
@@ -205,7 +204,7 @@ class _Tracer:
     def _forward(self, batch: Any) -> Any:
         step = self.step
         dtype = AUTOCAST.get(step.precision or "")
-        device_type = "cuda" if self.on_cuda else "cpu"
+        device_type = "cuda" if self.simulation.on_cuda else "cpu"
         with torch.autocast(device_type, dtype=dtype) if dtype else nullcontext(), failures.explained("forward"):
             # Each step of a real loop gets a batch of its own, and losses do take batches apart.
             value = step.loss(step.model, map_tensors(batch, lambda tensor: tensor))
