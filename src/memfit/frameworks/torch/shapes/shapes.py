@@ -199,15 +199,11 @@ class Known:
     figures: Any = None
 
 
-def run(func: Operator, args: Arguments, kwargs: Options, execute: Callable[..., Any]) -> Any:
-    """Outputs of a `FRESH`, `IN_PLACE` or `SILENT` operator; `execute` answers when the cache can't."""
-    return run_known(func, args, kwargs, execute)[0]
+def run(func: Operator, args: Arguments, kwargs: Options, execute: Callable[..., Any]) -> tuple[Any, Known | None]:
+    """(outputs of a `FRESH`, `IN_PLACE` or `SILENT` operator, what is kept of its signature, if anything).
 
-
-def run_known(
-    func: Operator, args: Arguments, kwargs: Options, execute: Callable[..., Any]
-) -> tuple[Any, Known | None]:
-    """(what `run` gives, what is kept of the signature, if anything)."""
+    `execute` answers when the cache can't.
+    """
     operands: list[torch.Tensor] = []
     try:
         key = (

@@ -231,7 +231,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
                 self._recorder.resized(args[0].untyped_storage(), _name(func))
             # With `out=`, as compiled graphs call operators, kernels take for themselves what they always do.
             return self._record(func, args, out), None
-        out, known = shapes.run_known(func, args, kwargs, self._execute)
+        out, known = shapes.run(func, args, kwargs, self._execute)
         return self._record(func, args, out, fresh=kind is Behaviour.FRESH), known
 
     def _gather_values(self, func: Operator, args: tuple[Any, ...]) -> None:

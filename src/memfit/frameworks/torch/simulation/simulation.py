@@ -1,9 +1,9 @@
 """The simulation: for as long as it runs, PyTorch takes the simulated device for its own.
 
-Four layers, from the user's code down: functions of PyTorch that are replaced (`answers`), a function mode that shows
-shape-only tensors as tensors of the device (`Look`), interceptors that make the device's choices above autograd
-(`choices`), and a dispatch mode that runs operators for their shapes and records what they allocate
-(`SimulatedOperators`). Modes belong to a thread; every further thread enters them by `in_thread`.
+Four layers, from the user's code down: functions of PyTorch that are replaced, a function mode that shows shape-only
+tensors as tensors of the device (`Look`), interceptors that make the device's choices above autograd, and a dispatch
+mode that runs operators for their shapes and records what they allocate (`SimulatedOperators`). Modes belong to a
+thread; every further thread enters them by `in_thread`.
 """
 
 import gc
@@ -127,10 +127,10 @@ class Simulation:
         )
 
     @contextmanager
-    def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
-        """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
+    def running(self, replacements: Sequence[Replacement] = ()) -> Iterator[None]:
+        """Simulates in this thread while it lasts; `replacements` are further functions of PyTorch."""
         with (
-            replaced([*self._about_autocast(), *self._around_callbacks(), *self._about_devices(), *answers]),
+            replaced([*self._about_autocast(), *self._around_callbacks(), *self._about_devices(), *replacements]),
             replaced(release_replacements(self.stack, self.is_on)),
             self._numbers_read_anywhere(),
             self.quantized.running(),

@@ -63,7 +63,7 @@ class _Metadata(Distribution):
         return Path(path)
 
 
-class _Finder(DistributionFinder, Loader):
+class _StandInFinder(DistributionFinder, Loader):
     def __init__(self, package: Package) -> None:
         self._package = package
 
@@ -114,7 +114,7 @@ def standing_in(package: Package) -> Iterator[None]:
     if package.name in sys.modules or importlib.util.find_spec(package.name) is not None:
         yield
         return
-    finder = _Finder(package)
+    finder = _StandInFinder(package)
     sys.meta_path.append(finder)
     try:
         yield

@@ -60,17 +60,19 @@ class Step:
 
 def trace(step: Step, device: Device, *, compiles: bool = True) -> Trace:
     """Runs `step` on a simulated `device`; what `torch.compile` was asked to compile is compiled, or run as it is."""
-    tracer = _Tracer(step, device, compiles)
+    tracer = StepTracer(step, device, compiles)
     try:
         return tracer.run()
     except (StepFailed, BadLoss) as failure:
         if tracer.compiled is None or not tracer.compiled.num_graphs:
             raise
-        traced = _Tracer(step, device, compiles=False).run()
+        traced = StepTracer(step, device, compiles=False).run()
         return replace(traced, notes=(*traced.notes, Note(NOT_COMPILED, not_compiled(failure.__cause__ or failure))))
 
 
-class _Tracer:
+class StepTracer:
+    """Runs a step once on a simulated device and records it."""
+
     def __init__(self, step: Step, device: Device, compiles: bool = False) -> None:
         self.compiles = compiles
         self.step = step
@@ -91,6 +93,7 @@ class _Tracer:
         self.compiled: CompiledSteps | None = None
 
     def run(self) -> Trace:
+        """The trace of the step."""
         step = self.step
         copies = ShapeCopies(WEIGHTS.get(step.precision or ""))
         parameters = list(step.model.parameters())

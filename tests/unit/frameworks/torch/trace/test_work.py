@@ -9,7 +9,7 @@ from memfit.core.timeline import Phase
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
 from memfit.frameworks.torch.shapes.shapes import Known
 from memfit.frameworks.torch.trace.profile import profile
-from memfit.frameworks.torch.trace.trace import Step, _Tracer
+from memfit.frameworks.torch.trace.trace import Step, StepTracer
 from memfit.frameworks.torch.trace.work import WorkLog, features_of
 from tests.unit.frameworks.torch.builders import AMPERE
 
@@ -111,7 +111,7 @@ def test_what_is_noted_is_what_each_call_does():
     """Figures that are kept from call to call are the ones that each call would have by itself."""
     simulation_log, alone = WorkLog(), []
 
-    class Watched(_Tracer):
+    class Watched(StepTracer):
         def _ran(self, func, args, kwargs, out, known):
             simulation_log.add("", self.recorder.phase, func, args, kwargs, out, known)
             one = noted(func, args, kwargs, out)
