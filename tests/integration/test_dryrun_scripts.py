@@ -304,7 +304,6 @@ def test_takes_its_steps(case, runs):
 def test_kernels_of_triton_and_of_the_compiler_go_together(case, runs):
     done = runs(case)
 
-    assert done.answer["num_compiled"] == 1
     assert "running it once more" not in done.printed
     assert "not-compiled" not in {note["code"] for note in done.answer["estimate"]["notes"]}
 

@@ -116,16 +116,18 @@ class _BatchSearch:
     What it finds is traced, and looked for again where the trace of that very size says otherwise.
     """
 
-    def __init__(self, start: Estimate, estimator: Estimator | None = None) -> None:
-        self._start = start
+    def __init__(self, start: Estimate, estimator: Estimator) -> None:
+        assert start.batch_size is not None
+        self._start_size = start.batch_size
         self._estimator = estimator
         self._seen: dict[int, Estimate] = {}
 
     def run(self, candidates: list[int] | None) -> MaxBatch:
         for _ in range(_MOST_ROUNDS):
-            self._seen = {} if self._start.batch_size is None else {self._start.batch_size: self._start}
+            self._seen = {}
+            self._fits(self._start_size)
             found = self._look(candidates)
-            if self._estimator is None or all(
+            if all(
                 self._estimator.traced_at(size).peak_bytes == self._seen[size].peak_bytes
                 for size in (found.batch_size, found.limit)
                 if size is not None
@@ -147,8 +149,8 @@ class _BatchSearch:
         count = len(sizes)
         while (best := self._bisect(lambda i: self._is_sure(sizes[i]), count)) is not None:
             # What the allocator makes of sizes goes up and down: those right below must fit, too.
-            scales = self._estimator is not None and self._estimator.scales(sizes[best])
-            below = {best - step for step in (_NEIGHBOURS if scales else _FEW_NEIGHBOURS) if step <= best}
+            neighbours = _NEIGHBOURS if self._estimator.scales(sizes[best]) else _FEW_NEIGHBOURS
+            below = {best - step for step in neighbours if step <= best}
             below |= {place for place in range(best) if sizes[place] in self._seen}
             # A single sample may be refused for other reasons, such as by batch norm.
             failing = [place for place in below if sizes[place] > 1 and not self._is_passed(sizes[place])]
@@ -173,7 +175,7 @@ class _BatchSearch:
 
     def _first_too_large(self) -> int:
         """A size that doesn't fit, or is beyond all that are looked at."""
-        size = max(1, self._start.batch_size or 1)
+        size = self._start_size
         while self._fits(size):
             if size >= _LARGEST_BATCH:
                 return size + 1
@@ -192,7 +194,7 @@ class _BatchSearch:
     def _fits(self, batch_size: int) -> bool:
         try:
             if batch_size not in self._seen:
-                self._seen[batch_size] = self._start.at_batch(batch_size)
+                self._seen[batch_size] = self._estimator.at_batch(batch_size)
             return bool(self._seen[batch_size].fits)
         except StepFailed:
             # Batch norm, for one, refuses to train on a single sample.

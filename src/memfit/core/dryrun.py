@@ -175,7 +175,6 @@ class DryRun(Saved, Reported):
         module: whether `script` is the name of a module, as for `python -m`.
         processes: what each process of the script held on the device when all together held most, where there are
             several; by name, in the order in which they began.
-        num_compiled: graphs that `torch.compile` made of it, on shapes.
         compiler_failed: whether it failed in the compiler, or in what that made of it.
     """
 
@@ -201,7 +200,6 @@ class DryRun(Saved, Reported):
     suspicion: str = ""
     module: bool = False
     processes: dict[str, int] = field(default_factory=dict)
-    num_compiled: int = 0
     compiler_failed: bool = False
 
     def summary(self) -> str:

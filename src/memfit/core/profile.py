@@ -9,24 +9,59 @@ computed again twice.
 """
 
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from memfit.core.timeline import Phase, Timeline
+
+_Size = TypeVar("_Size")
+
+
+class ProductSizes(NamedTuple, Generic[_Size]):
+    """Of matrix products: matrices in the batch, and the length of the dimension that is summed up."""
+
+    batch: _Size
+    rows: _Size
+    columns: _Size
+    summed: _Size
+
+
+class ConvolutionSizes(NamedTuple, Generic[_Size]):
+    """Of convolutions.
+
+    `inputs` and `outputs` are channels, `pixels` and `output_pixels` those of one image, `taps` the weights of a pair
+    of channels. `is_last` is 1 where channels come last. `gradients` says which are computed: 1 for that of the input,
+    2 of the weights, 4 of the bias, added up; 0 is the forward pass.
+    """
+
+    images: _Size
+    inputs: _Size
+    outputs: _Size
+    groups: _Size
+    pixels: _Size
+    output_pixels: _Size
+    taps: _Size
+    is_last: _Size
+    gradients: _Size
+
+
+class MovingSizes(NamedTuple, Generic[_Size]):
+    """Of all other operators; both flags are 0 or 1.
+
+    `is_permuted` says whether input and output lie in different orders, `takes_statistics` whether a batch norm does.
+    """
+
+    written_bytes: _Size
+    is_permuted: _Size
+    takes_statistics: _Size
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """One operator of the step, "aten.mm" for example; in the backward pass it belongs to its forward one's module.
 
-    `flops` is 0 if it only moves data. `dtype` is that of its first floating-point input, or "". What `sizes` hold
-    depends on the operator, and decides with the rest how long it takes (`memfit.timing`); where empty, its kernel
-    isn't known more closely.
-
-    - Matrix products: matrices in the batch, rows, columns, and the length of the dimension that is summed up.
-    - Convolutions: images, input and output channels, groups, pixels of an input and of an output image, weights of a
-      channel pair, whether channels come last (1), and which gradients are computed: 1 for that of the input, 2 of the
-      weights, 4 of the bias, added up; 0 is the forward pass.
-    - All others: bytes written, whether input and output lie in different orders (1), and, of batch norms, whether
-      statistics are taken (1).
+    `flops` is 0 if it only moves data. `dtype` is that of its first floating-point input, or "". `sizes` are those of
+    its kernel, and decide with the rest how long it takes (`memfit.timing`): `ProductSizes`, `ConvolutionSizes` or, of
+    all others, `MovingSizes`; empty where the kernel isn't known more closely.
     """
 
     module: str

@@ -28,10 +28,12 @@ from memfit.core.spread import spreads_of
 from memfit.core.timeline import Category, Timeline
 from memfit.core.trace import Serving, Trace, Tracer
 from memfit.core.units import MIB
-from memfit.estimator.scaling import Family, fit, needs_third
+from memfit.estimator.scaling import Family, fit
 
 # A second batch size is traced right away when the first trace took less than this.
 _EAGER_SECONDS = 0.6
+# Three settle what grows with the cube of the batch.
+_MOST_FURTHER = 3
 # What a process with a framework holds before any tensor, and what each loader worker adds (docs/howto/estimate.md).
 _PROCESS_BYTES = 600 * MIB
 _WORKER_BYTES = 250 * MIB
@@ -94,12 +96,15 @@ class Estimator:
         """The estimate at another batch size."""
         started = time.perf_counter()
         batch_size = checked_batch_size(batch_size)
+        # A batch of 1 tells nothing of larger ones, nor they of it: PyTorch treats dimensions of size 1 apart (they
+        # broadcast, and any stride makes them contiguous), so that it may go through other operators.
+        is_single = batch_size == 1
+        if not is_single and batch_size in self._ends(batch_size):
+            self._trace(batch_size)
         known = self._traces.get(batch_size)
         if known is not None:
             return self._estimate(known.timeline, batch_size, started)
-        # A batch of 1 tells nothing of larger ones, nor they of it: PyTorch treats dimensions of size 1 apart (they
-        # broadcast, and any stride makes them contiguous), so that it may go through other operators.
-        family = self._family(batch_size) if batch_size > 1 else None
+        family = None if is_single else self._family(batch_size)
         # Below the sizes that it has seen, a compiler may lay things out in another way.
         least = min(
             (size for size, trace in self._traces.items() if size and trace.assigned_bytes is not None), default=0
@@ -150,18 +155,30 @@ class Estimator:
         """The step at the sizes around one; None where it isn't the same step at all of them."""
         ends = self._ends(batch_size)
         if ends not in self._families:
-            n, m = ends
             try:
-                first, second = (n, self._trace(n).timeline), (m, self._trace(m).timeline)
-                family = fit(first, second)
-                if family is not None and needs_third(first, second):
-                    third = next((size for size in (m // 2, 2 * m, n + m) if size in self._traces and size != n), n + m)
-                    family = fit(first, second, (third, self._trace(third).timeline))
-                self._families[ends] = family
+                traces = [(size, self._trace(size).timeline) for size in ends]
+                family = fit(*traces)
+                for size in self._further(*ends):
+                    if family is None or family.is_settled:
+                        break
+                    traces.append((size, self._trace(size).timeline))
+                    family = fit(*traces)
+                self._families[ends] = family if family is not None and family.is_settled else None
             except (StepFailed, BadInput):
                 # The step works at its own batch size only; other sizes will say why when they are asked for.
                 self._families[ends] = None
         return self._families[ends]
+
+    def _further(self, n: int, m: int) -> list[int]:
+        """Sizes whose traces settle what two of them leave open, those that have been traced first.
+
+        Where kernels have regimes they lie between the two, as far as there are any.
+        """
+        quarter = (m - n) // 4
+        between = (n + 2 * quarter, n + quarter, m - quarter) if self._has_regimes else ()
+        sizes = dict.fromkeys((*between, n + m, 2 * m, 2 * m + n))
+        others = [size for size in sizes if size not in (n, m)]
+        return sorted(others, key=lambda size: size not in self._traces)[:_MOST_FURTHER]
 
     def _ends(self, batch_size: int) -> tuple[int, int]:
         """Two sizes whose traces tell of the one between them.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from memfit.core.device import Origin
 from memfit.core.settings import Settings
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ class Candidate:
     """Settings with what they are computed to need.
 
     Bytes are those before the allocator or after it, as the search counts, without the CUDA context; seconds have any
-    unit where the search has no times. `variant` is what the search computed them from.
+    unit where the search has no origin of them. `variant` is what the search computed them from.
     """
 
     settings: Settings
@@ -31,8 +32,8 @@ class Candidate:
 class CandidateSearch(Protocol):
     """The candidates for one step, and what was learned of some."""
 
-    has_times: bool = True
-    """Whether times are in seconds."""
+    seconds_origin: Origin | None = Origin.ASSUMED
+    """How times are known that no step was run for; None where they aren't in seconds."""
     computes_peaks: bool = False
     """Whether computed bytes are those that the allocator takes; else they are scaled by what a trace says."""
 

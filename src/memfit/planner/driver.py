@@ -305,7 +305,8 @@ class Planner:
         measured_after = self._was_timed or (question.is_measured and chosen.settings == search.plain.settings)
 
         def seconds(value: float, is_measured: bool) -> Seconds:
-            return Seconds(value if search.has_times else None, Origin.MEASURED if is_measured else Origin.ASSUMED)
+            computed = search.seconds_origin
+            return Seconds(value, Origin.MEASURED if is_measured else computed) if computed else Seconds(None)
 
         return Plan(
             subject=before.subject,
@@ -343,9 +344,12 @@ class Planner:
         ):
             without = search.evaluate(move.without)
             saves, origin = self._saved(move.name, proof, without, search, before)
-            costs = chosen.seconds - without.seconds * self._timed_over_computed if search.has_times else None
+            known = search.seconds_origin
+            costs = chosen.seconds - without.seconds * self._timed_over_computed if known else None
             moves.append(
-                PlannedMove(move.name, move.title, move.keeps, saves, origin, costs, Origin.ASSUMED, move.caveat)
+                PlannedMove(
+                    move.name, move.title, move.keeps, saves, origin, costs, known or Origin.ASSUMED, move.caveat
+                )
             )
         return tuple(sorted(moves, key=lambda move: -move.saves_bytes))
 
@@ -394,7 +398,7 @@ class Planner:
             points, lambda pair: (pair[1].peak_bytes, pair[0].seconds), keep=lambda pair: pair[0] is chosen
         )
         return tuple(
-            replace(point, seconds=candidate.seconds if search.has_times else None) for candidate, point in kept
+            replace(point, seconds=candidate.seconds if search.seconds_origin else None) for candidate, point in kept
         )
 
     def _check_fixed_cost(self, before: Estimate) -> None:

@@ -191,7 +191,7 @@ class ScriptSpace:
             note("module-paths", f"paths of modules begin at {self._seen.models[0]}")
         if settings.micro_batches > 1 and self._seen.batch_size is None:
             note("batch-size-unknown", "the script's batch must have a sample for each micro-batch")
-        if not self._speed.is_known:
+        if self._speed.seconds_origin is None:
             note("no-times", "plans are ranked by the bytes that modules write: the run showed no whole step's work")
         elif self._rates.reference:
             note("rates", f"times are computed with the rates of {self._rates.reference}")
@@ -354,7 +354,7 @@ class ScriptSearch(CandidateSearch):
         self._known: dict[Settings, Candidate] = {}
         self._usable_bytes = self._target_bytes = math.inf
         self._is_done = False
-        self.has_times = speed.is_known
+        self.seconds_origin = speed.seconds_origin
         self._choose_moves()
 
     def _choose_moves(self) -> None:

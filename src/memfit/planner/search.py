@@ -119,6 +119,7 @@ class ProfiledSearch(CandidateSearch):
     def __init__(self, space: Space, plain: Settings | None = None) -> None:
         self._space = space
         self._plain = plain or Settings()
+        self.seconds_origin = space.variants[0].speed.rates.origin
         self._beyond: dict[Settings, float] = {}
         self.expected_beyond_bytes = 0.0
         """What an allocator takes beyond the live bytes, for combinations of which nothing is known yet."""

@@ -210,7 +210,8 @@ class ScriptSpeed:
     """
 
     def __init__(self, work: Sequence[Work], timeline: Timeline, rates: Rates) -> None:
-        self.is_known = bool(work)
+        self.seconds_origin = rates.origin if work else None
+        """How the times are known; None where they aren't in seconds."""
         # One operator for each block of the first step, which reads twice what it writes.
         self._work = list(work) or [
             Work(block.module, block.phase, block.op, 0, 3 * block.size_bytes, "")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from memfit.core.device import Kind
+from memfit.core.device import Kind, Origin
 from memfit.core.estimate import Estimate
 from memfit.core.plan import Refusal
 from memfit.core.progress import doing
@@ -52,7 +52,7 @@ _REACHED = 0.4
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class TracedVariant:
     """A way to run the step that micro-batches and recomputation are added to.
 
     Args:
@@ -70,7 +70,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class ForwardSpeed:
     """The time of the forward pass of one sample, and of any forward pass, however small it is."""
 
     sample_seconds: float
@@ -91,12 +91,12 @@ class TracedSearch(CandidateSearch):
         loop_factor: time of a sample in the loop over micro-batches, over that in a whole batch.
     """
 
-    variants: tuple[Variant, ...]
+    variants: tuple[TracedVariant, ...]
     peak_bytes: float
     batch_size: int | None
     parts: tuple[StepPart, ...] = ()
     total_work: float = 0.0
-    speed: Speed | None = None
+    speed: ForwardSpeed | None = None
     may_split: bool = True
     may_recompute: bool = True
     loop_factor: float = 1.0
@@ -106,7 +106,7 @@ class TracedSearch(CandidateSearch):
     _menu: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        self.has_times = self.speed is not None
+        self.seconds_origin = None if self.speed is None else Origin.ASSUMED
         self._menu = ((), *levels(self.parts)) if self.may_recompute else ((),)
         # Where another precision is wanted in any case, the trace of the plain step isn't one of a candidate.
         if self.variants[0].memory_factor == 1.0:
@@ -170,11 +170,11 @@ class TracedSearch(CandidateSearch):
             peak = max(self._standing(settings, variant) + growing, variant.fixed_bytes + variant.gradient_bytes)
         return Candidate(settings, peak, self._seconds(settings, variant), variant)
 
-    def _standing(self, settings: Settings, variant: Variant) -> float:
+    def _standing(self, settings: Settings, variant: TracedVariant) -> float:
         """What doesn't depend on the size of a part."""
         return variant.fixed_bytes + (variant.gradient_bytes if settings.micro_batches > 1 else 0)
 
-    def _growing(self, settings: Settings, variant: Variant) -> float:
+    def _growing(self, settings: Settings, variant: TracedVariant) -> float:
         """What grows with the size of a part, before any correction."""
         plain = self.variants[0]
         whole = max(0.0, self.peak_bytes - plain.fixed_bytes)
@@ -200,9 +200,9 @@ class TracedSearch(CandidateSearch):
         slope = (second[1] - first[1]) / (second[0] - first[0])
         return max(0.0, first[1] + slope * (growing - first[0]))
 
-    def _seconds(self, settings: Settings, variant: Variant) -> float:
+    def _seconds(self, settings: Settings, variant: TracedVariant) -> float:
         samples = self.batch_size or 1
-        speed = self.speed or Speed(1.0 / samples, _CALL_SHARE)
+        speed = self.speed or ForwardSpeed(1.0 / samples, _CALL_SHARE)
         total = self.total_work or sum(part.work for part in self.parts)
         again = sum(part.work for part in self.parts if part.path in set(settings.checkpoint))
         passes = _PASSES + (again / total if total else len(settings.checkpoint) / max(1, len(self.parts)))
@@ -210,11 +210,11 @@ class TracedSearch(CandidateSearch):
         pass_seconds = samples * speed.sample_seconds * slower + settings.micro_batches * speed.call_seconds
         return passes * pass_seconds
 
-    def _variant_of(self, settings: Settings) -> Variant:
+    def _variant_of(self, settings: Settings) -> TracedVariant:
         own = replace(settings, micro_batches=1, micro_batch_size=0, checkpoint=())
         return next((one for one in self.variants if one.settings == own), self.variants[0])
 
-    def _kind(self, settings: Settings, variant: Variant) -> tuple[Settings, bool, bool]:
+    def _kind(self, settings: Settings, variant: TracedVariant) -> tuple[Settings, bool, bool]:
         return variant.settings, settings.micro_batches > 1, bool(settings.checkpoint)
 
 
@@ -279,35 +279,37 @@ def open_traced_search(
     )
 
 
-def _variants(facts: StepFacts, question: Question, before: Estimate, *, narrow: bool) -> tuple[Variant, ...]:
+def _variants(facts: StepFacts, question: Question, before: Estimate, *, narrow: bool) -> tuple[TracedVariant, ...]:
     usable, plain = question.allowed & facts.moves, question.plain
     state = {name: before.state_bytes.get(str(name), 0) for name in Category}
     weights = state[Category.PARAMETER] + state[Category.BUFFER]
     batch, gradients = before.batch_bytes, state[Category.GRADIENT]
     held = weights + state[Category.OPTIMIZER_STATE]
     fixed = min((2 if facts.copies_state else 1) * held + batch, before.reserved_peak_bytes)
-    variants = [Variant(plain, 1.0, 1.0, fixed, gradients)]
+    variants = [TracedVariant(plain, 1.0, 1.0, fixed, gradients)]
     if DONATE in usable:
-        variants.append(Variant(replace(plain, donate=True), 1.0, 1.0, held + batch, gradients))
+        variants.append(TracedVariant(replace(plain, donate=True), 1.0, 1.0, held + batch, gradients))
     if narrow and AUTOCAST in question.allowed and not plain.precision:
         speed, best = _NARROW_SPEED.get(question.target.kind, 1.0), autocast_of(question.target)
         name = best if best in facts.precisions else facts.precisions[0]
         variants += [
-            Variant(replace(way.settings, precision=name), _NARROW_MEMORY, speed, way.fixed_bytes, way.gradient_bytes)
+            replace(
+                way, settings=replace(way.settings, precision=name), memory_factor=_NARROW_MEMORY, speed_factor=speed
+            )
             for way in variants
         ]
     if WHOLE_COMPILE in usable:
         whole = replace(plain, jit_compile=True)
-        variants.append(Variant(whole, _WHOLE_MEMORY, _WHOLE_SPEED, fixed, gradients))
+        variants.append(TracedVariant(whole, _WHOLE_MEMORY, _WHOLE_SPEED, fixed, gradients))
     if LORA in usable:
-        variants.append(Variant(replace(plain, lora_rank=_LORA_RANK), 1.0, _ADAPTED_SPEED, weights + batch, 0))
+        variants.append(TracedVariant(replace(plain, lora_rank=_LORA_RANK), 1.0, _ADAPTED_SPEED, weights + batch, 0))
     if QLORA in usable:
         small = replace(plain, lora_rank=_LORA_RANK, quantized_base=True)
-        variants.append(Variant(small, 1.0, 1.0, weights / 4 + batch, 0))
+        variants.append(TracedVariant(small, 1.0, 1.0, weights / 4 + batch, 0))
     return tuple(variants)
 
 
-def _speed(facts: StepFacts, question: Question, measure: bool | None) -> Speed | None:
+def _speed(facts: StepFacts, question: Question, measure: bool | None) -> ForwardSpeed | None:
     target = question.target
     if target.kind is Kind.HOST:
         if measure is False or question.patience.is_over:
@@ -317,7 +319,7 @@ def _speed(facts: StepFacts, question: Question, measure: bool | None) -> Speed 
         if times is None:
             return None
         question.is_measured = True
-        return Speed(times[0], max(times[1], facts.call_seconds))
+        return ForwardSpeed(times[0], max(times[1], facts.call_seconds))
     rate = target.flops.get("float32")
     work = facts.work or sum(part.work for part in facts.parts)
-    return Speed(work / (rate * _REACHED), facts.call_seconds) if rate and work else None
+    return ForwardSpeed(work / (rate * _REACHED), facts.call_seconds) if rate and work else None

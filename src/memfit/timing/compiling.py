@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.core.profile import ConvolutionSizes
 from memfit.timing.table import Kind, Table
 
 _UNFUSED = (Kind.PRODUCT, Kind.CONVOLUTION, Kind.ATTENTION, Kind.ATTENTION_BACKWARD, Kind.RECURRENT)
@@ -32,7 +33,7 @@ def compiled(table: Table) -> Table:
     begins[1:] = ~fusable[1:] | ~fusable[:-1] | (table.phase[1:] != table.phase[:-1])
     first = np.flatnonzero(begins)
     last = np.append(first[1:], len(table)) - 1
-    written = np.where(fusable, table.sizes[:, 0], 0.0)
+    written = np.where(fusable, table.moving_sizes.written_bytes, 0.0)
     # All but the last result stay in registers: one write and one read less. What a norm or a sum is made of is
     # used again, by a residual connection or to be scaled, and is written all the same.
     is_used_again = np.zeros(len(table), dtype=bool)
@@ -58,16 +59,15 @@ def _laid_out(table: Table) -> Table:
     if not chosen.any() or (table.phase > 0).any() or not _prefers_last(table.part(chosen)):
         return table
     sizes = table.sizes.copy()
-    sizes[chosen, 7] = 1
+    sizes[chosen, ConvolutionSizes._fields.index("is_last")] = 1
     return replace(table, sizes=sizes)
 
 
 def _prefers_last(convolutions: Table) -> bool:
-    _, inputs, outputs, groups, _, _, taps, _, _ = convolutions.sizes.T
-    flops = convolutions.flops
-    each = inputs / np.maximum(groups, 1)
-    is_grouped: NDArray[np.bool_] = groups > 1
-    narrows = (each * 2 <= outputs) & (taps > 1)
-    is_small = (each <= _SMALL_CHANNELS) & (outputs <= _SMALL_CHANNELS)
+    sizes, flops = convolutions.convolution_sizes, convolutions.flops
+    each = sizes.inputs / np.maximum(sizes.groups, 1)
+    is_grouped: NDArray[np.bool_] = sizes.groups > 1
+    narrows = (each * 2 <= sizes.outputs) & (sizes.taps > 1)
+    is_small = (each <= _SMALL_CHANNELS) & (sizes.outputs <= _SMALL_CHANNELS)
     weight = np.select([is_grouped, narrows, is_small], [_GROUPED, _NARROWING, _SMALL], _OTHER)
     return bool((weight * flops).sum() <= flops.sum())

@@ -10,12 +10,10 @@ longer decides. All other operators only move data, some of them several times. 
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memfit.timing.rates import Rates
-from memfit.timing.table import DTYPES, Kind, Table
+from memfit.timing.table import DTYPES, Kind, Numbers, Table
 
-Numbers = NDArray[np.float64]
 Parameters = Mapping[str, float]
 
 # Tiles of cuBLAS's and cuDNN's tensor-core kernels: rows, columns, and the power of a parameter below one that a
@@ -43,7 +41,8 @@ FORWARD, INPUT, WEIGHT = 0, 1, 2
 def kernel_seconds(table: Table, rates: Rates, parameters: Parameters) -> Numbers:
     """Seconds of each operator, without the time to launch it."""
     seconds = _moving(table, rates, parameters)
-    is_known = table.sizes[:, 1] > 0
+    is_product = table.kind == Kind.PRODUCT
+    is_known = np.where(is_product, table.product_sizes.rows, table.convolution_sizes.inputs) > 0
     rules = ((Kind.PRODUCT, True, _products), (Kind.CONVOLUTION, True, _convolutions))
     for kind, known, rule in (*rules, *((kind, False, _unknown) for kind, _, _ in rules)):
         chosen = (table.kind == kind) & (is_known == known)
@@ -89,10 +88,11 @@ def _moving(table: Table, rates: Rates, parameters: Parameters) -> Numbers:
     """As if every operator only moved its data."""
     shares = np.array([parameters[_SHARES.get(kind, "elementwise")] for kind in Kind])
     share = shares[table.kind]
-    permuted = (table.sizes[:, 1] > 0) & (table.kind != Kind.PRODUCT) & (table.kind != Kind.CONVOLUTION)
+    sizes = table.moving_sizes
+    permuted = (sizes.is_permuted > 0) & (table.kind != Kind.PRODUCT) & (table.kind != Kind.CONVOLUTION)
     share = np.where(permuted, share * parameters["permuted"], share)
     # Statistics are taken in one pass over the input, and used in another.
-    statistics = (table.kind == Kind.BATCH_NORM) & (table.phase >= 0) & (table.sizes[:, 2] > 0)
+    statistics = (table.kind == Kind.BATCH_NORM) & (table.phase >= 0) & (sizes.takes_statistics > 0)
     share = np.where(statistics, parameters["batch_norm"], share)
     return _memory_seconds(table.moved, rates, parameters, share)
 
@@ -145,7 +145,7 @@ def _unknown(table: Table, rates: Rates, p: Parameters) -> Numbers:
 
 
 def _products(table: Table, rates: Rates, p: Parameters) -> Numbers:
-    batch, rows, columns, summed = table.sizes[:, :4].T
+    batch, rows, columns, summed = table.product_sizes
     aligned = (columns % _ALIGNMENT == 0) & (summed % _ALIGNMENT == 0)
     rate = _peak(table, rates, p) * p["product"] * np.where(aligned | (table.dtype < 2), 1.0, p["unaligned"])
     busy = tiled(batch, rows, columns, summed, rate, rates, p)
@@ -154,7 +154,7 @@ def _products(table: Table, rates: Rates, p: Parameters) -> Numbers:
 
 def _convolutions(table: Table, rates: Rates, p: Parameters) -> Numbers:
     """All directions that an operator computes: forward, or gradients of input, weights and bias."""
-    gradients = table.sizes[:, 8].astype(np.int64)
+    gradients = table.convolution_sizes.gradients.astype(np.int64)
     total = np.zeros(len(table))
     for direction in (FORWARD, INPUT, WEIGHT):
         chosen = gradients == 0 if direction == FORWARD else (gradients & direction) > 0
@@ -162,9 +162,10 @@ def _convolutions(table: Table, rates: Rates, p: Parameters) -> Numbers:
             total[chosen] += _convolution(table.part(chosen), direction, rates, p)
     bias = (gradients & 4) > 0
     if bias.any():
-        images, _, channels, _, _, outputs = table.sizes[bias, :6].T
-        width = np.where(table.dtype[bias] >= 2, 2.0, 4.0)
-        total[bias] += _memory_seconds(images * channels * outputs * width, rates, p, p["reduction"])
+        part = table.part(bias)
+        sizes, width = part.convolution_sizes, np.where(part.dtype >= 2, 2.0, 4.0)
+        summed = sizes.images * sizes.outputs * sizes.output_pixels * width
+        total[bias] += _memory_seconds(summed, rates, p, p["reduction"])
     return total
 
 
@@ -172,7 +173,7 @@ _NAMES = {FORWARD: "forward", INPUT: "input", WEIGHT: "weight"}
 
 
 def _convolution(table: Table, direction: int, rates: Rates, p: Parameters) -> Numbers:
-    images, inputs, outputs, groups, pixels, out_pixels, taps, last, _ = table.sizes.T
+    images, inputs, outputs, groups, pixels, out_pixels, taps, last, _ = table.convolution_sizes
     is_narrow = table.dtype >= 2
     width = np.where(is_narrow, 2.0, 4.0)
     name = _NAMES[direction]

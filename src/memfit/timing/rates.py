@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from memfit.catalogue import find_device
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device, Kind, Origin
 from memfit.core.units import MIB
 from memfit.timing.fitted import fitted
 
@@ -45,6 +45,11 @@ class Rates:
     transfer: float = 12e9
     launch_seconds: float = _HOST_LAUNCH_SECONDS
     reference: str = ""
+
+    @property
+    def origin(self) -> Origin:
+        """How a time is known that is computed with these rates: what kernels make of them is known of GPUs alone."""
+        return Origin.SIMULATED if self.kind is Kind.CUDA and not self.reference else Origin.ASSUMED
 
 
 def rates_of(device: Device) -> Rates:

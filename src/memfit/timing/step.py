@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memfit.core.device import Device
+from memfit.core.device import Device, Origin
 from memfit.core.device import Kind as DeviceKind
 from memfit.core.estimate import StepTime
 from memfit.core.profile import Work
 from memfit.timing.compiling import compiled
 from memfit.timing.fitted import fitted
-from memfit.timing.kernels import Numbers, Parameters, kernel_seconds
+from memfit.timing.kernels import Parameters, kernel_seconds
 from memfit.timing.rates import Rates, rates_of
-from memfit.timing.table import DTYPES, Table, between, table_of
+from memfit.timing.table import DTYPES, Numbers, Table, between, table_of
 
 COMPILED = "compiled"
 # The interval of a device that nothing was fitted to, in that of the others (assumed).
@@ -79,7 +79,7 @@ def step_time(
         is_compiled: whether `torch.compile` makes kernels of the operators.
     """
     rates = rates_of(device)
-    if not work or rates.reference or rates.kind is DeviceKind.HOST:
+    if not work or rates.origin is not Origin.SIMULATED:
         return None
     table = table_of(work)
     if at is not None:

@@ -7,10 +7,11 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.core.profile import Work
+from memfit.core.profile import ConvolutionSizes, MovingSizes, ProductSizes, Work
 from memfit.core.timeline import Phase
 
-_NUM_SIZES = 9
+Numbers = NDArray[np.float64]
+_NUM_SIZES = len(ConvolutionSizes._fields)
 
 
 class Kind(IntEnum):
@@ -86,7 +87,7 @@ def kind_of(op: str) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Operators in order; `sizes` as `core.profile.Work` has them, one row each."""
+    """Operators in order; `sizes` as `core.profile.Work` has them, one row each, filled up with zeros."""
 
     kind: NDArray[np.int64]
     phase: NDArray[np.int64]
@@ -97,6 +98,21 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    @property
+    def product_sizes(self) -> ProductSizes[Numbers]:
+        """Columns of `sizes`, where operators are matrix products."""
+        return ProductSizes(*self.sizes.T[: len(ProductSizes._fields)])
+
+    @property
+    def convolution_sizes(self) -> ConvolutionSizes[Numbers]:
+        """Columns of `sizes`, where operators are convolutions."""
+        return ConvolutionSizes(*self.sizes.T)
+
+    @property
+    def moving_sizes(self) -> MovingSizes[Numbers]:
+        """Columns of `sizes`, where operators are neither."""
+        return MovingSizes(*self.sizes.T[: len(MovingSizes._fields)])
 
     def part(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> "Table":
         """Some of the operators."""

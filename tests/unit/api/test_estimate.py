@@ -13,6 +13,7 @@ import memfit
 from memfit.api.jobs import named_optimizer
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency, StepFailed, UnknownDevice
+from memfit.core.job import Job
 from memfit.core.timeline import Category
 from memfit.core.units import GIB, MIB, format_size
 from tests import jobs
@@ -274,6 +275,26 @@ def test_another_batch_size_is_what_a_trace_of_its_own_would_give(make, device):
         assert moved.timeline == fresh.timeline
         same = dataclasses.replace(fresh, seconds=moved.seconds)
         assert moved == same
+
+
+def triples_job(batch_size):
+    """Every pair of a batch is compared, and every triple: the step grows with the square and with the cube."""
+
+    def loss(model, batch):
+        pairs = model(batch) @ model(batch).t()
+        margins = (pairs[:, :, None] - pairs[:, None, :]).relu()
+        return margins.mean() + torch.logsumexp(pairs, 1).mean()
+
+    return Job(nn.Linear(64, 32), loss, torch.zeros(batch_size, 64), optimizer=torch.optim.Adam)
+
+
+@pytest.mark.parametrize("device", ["rtx-3090", "cpu"])
+def test_a_step_that_grows_with_square_and_cube_of_the_batch(device):
+    estimate = memfit.estimate(triples_job(32), device=device)
+
+    for batch_size in (2, 20, 48, 57, 100, 300):
+        fresh = memfit.estimate(triples_job(batch_size), device=device)
+        assert estimate.at_batch(batch_size).allocated_peak_bytes == pytest.approx(fresh.allocated_peak_bytes, rel=1e-4)
 
 
 @pytest.mark.parametrize("device", ["rtx-3090", "t4", "h100"])

@@ -6,6 +6,7 @@ from torch import nn
 
 import memfit
 from memfit.api import max_batch as _api
+from memfit.api.jobs import open_estimator
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput
 from memfit.core.replay import OutOfMemory
@@ -44,20 +45,39 @@ def test_the_headline_leaves_room_and_the_limit_is_told_apart(make):
     assert all(peak <= 400 * 2**20 for _, peak, fits in found.tried if fits)
 
 
+class Changed:
+    """An estimator whose estimates are changed by hand."""
+
+    def __init__(self, change):
+        job = jobs.conv_job(64)
+        self._estimator = open_estimator(job, memfit.find_device("400MiB"))
+        self._change = change
+
+    def run(self):
+        return self._change(self._estimator.run())
+
+    def at_batch(self, batch_size):
+        return self._change(self._estimator.at_batch(batch_size))
+
+    traced_at = at_batch
+
+    def scales(self, batch_size):
+        return self._estimator.scales(batch_size)
+
+
+def search(change, sizes):
+    estimator = Changed(change)
+    return _api._BatchSearch(estimator.run(), estimator).run(sizes)
+
+
 def test_a_size_above_one_that_does_not_fit_is_not_safe():
     # GIVEN an allocator that places 20 samples worse than 21 and more
-    free = memfit.estimate(jobs.conv_job(64), device="400MiB")
-    plain = free.rescale
-
-    def rescale(size):
-        found = plain(size)
-        full = dataclasses.replace(found.replay, out_of_memory=OutOfMemory(1, 2, 3, 4))
-        return dataclasses.replace(found, replay=full) if size == 20 else found
-
-    start = dataclasses.replace(free, rescale=rescale)
+    def change(estimate):
+        full = dataclasses.replace(estimate.replay, out_of_memory=OutOfMemory(1, 2, 3, 4))
+        return dataclasses.replace(estimate, replay=full) if estimate.batch_size == 20 else estimate
 
     # WHEN the search comes upon it only beside the largest
-    found = _api._BatchSearch(start).run([16, 19, 20, 21, 24, 28, 30])
+    found = search(change, [16, 19, 20, 21, 24, 28, 30])
 
     # THEN what lies above it fits, and isn't safe
     assert (found.batch_size, found.limit) == (19, 30)
@@ -66,13 +86,9 @@ def test_a_size_above_one_that_does_not_fit_is_not_safe():
 
 def test_where_nothing_is_sure_the_limit_is_still_told():
     # GIVEN estimates that may be off by anything
-    free = memfit.estimate(jobs.conv_job(64), device="400MiB")
     anything = (Spread("all of it", 10**12, 10**12, "nobody knows"),)
 
-    def rescale(size):
-        return dataclasses.replace(free.rescale(size), spreads=anything)
-
-    found = _api._BatchSearch(dataclasses.replace(free, spreads=anything, rescale=rescale)).run([16, 64])
+    found = search(lambda estimate: dataclasses.replace(estimate, spreads=anything), [16, 64])
 
     assert (found.batch_size, found.limit) == (None, 64)
     assert found.estimate.batch_size == found.limit

@@ -169,7 +169,7 @@ def test_a_model_without_values_is_planned_too():
     budget = round(plain.context_bytes + 0.9 * plain.reserved_peak_bytes)
     plan = memfit.plan(build, classify, batch, optimizer="adamw", device="a100-40gb", budget=budget)
     assert plan.fits
-    assert plan.seconds_after.origin is Origin.ASSUMED
+    assert plan.seconds_after.origin is Origin.SIMULATED
     assert any(note.code == "loss-assumed" for note in plan.notes) or plan.settings.micro_batches == 1
 
 
@@ -372,6 +372,18 @@ def test_a_step_is_measured_where_the_device_is_in_hand(model, timed_briefly):
     plan = plan_for(model, 2.0, options=memfit.PlanOptions(measure=True))
     assert plan.seconds_after.origin is Origin.MEASURED
     assert any(note.code == "calibrated" and "real passes of 256" in note.text for note in plan.notes)
+
+
+def test_times_of_a_plan_are_known_as_those_of_an_estimate(model):
+    """Both come from one model of kernels, which knows GPUs whose rates are in the catalogue."""
+    options = {"loss": classify, "batch": batch_of(), "optimizer": "adamw"}
+    origins = {}
+    for device in ("rtx-3090", "24GiB"):
+        plan = memfit.plan(model, device=device, **options)
+        origins[device] = {plan.seconds_before.origin, *(move.costs_origin for move in plan.moves)}
+    assert origins == {"rtx-3090": {Origin.SIMULATED}, "24GiB": {Origin.ASSUMED}}
+    assert memfit.estimate(model, device="rtx-3090", **options).time.origin is Origin.SIMULATED
+    assert memfit.estimate(model, device="24GiB", **options).time is None
 
 
 def test_what_nobody_timed_is_not_called_measured(model):

@@ -13,7 +13,7 @@ from memfit.core.timeline import Block, Category, Phase, Timeline
 from memfit.core.units import MIB
 from memfit.planner.driver import Patience, Planner, Question
 from memfit.planner.moves import CHECKPOINT, MICRO_BATCH
-from memfit.planner.traced_search import Speed, TracedSearch, Variant
+from memfit.planner.traced_search import ForwardSpeed, TracedSearch, TracedVariant
 
 STATE = {str(Category.PARAMETER): 10 * MIB, str(Category.GRADIENT): 10 * MIB, str(Category.OPTIMIZER_STATE): 20 * MIB}
 PARTS = tuple(StepPart(f"block{number}", MIB, 1.0) for number in range(8))
@@ -59,7 +59,7 @@ def planned(
 ):
     device = Device("some", "Some", kind, None, round(budget * MIB), Origin.MEASURED)
     estimator = FakeEstimator(device, **options)
-    plain = Variant(Settings(), 1.0, 1.0, 30 * MIB, 10 * MIB)
+    plain = TracedVariant(Settings(), 1.0, 1.0, 30 * MIB, 10 * MIB)
     question = Question(
         estimator, device, frozenset(allowed), Settings(), "keras:jax", batch_size=10, approximate=approximate,
         refused=list(refused),
@@ -105,14 +105,14 @@ def test_what_fails_is_told_and_left_out():
 
 
 def test_recomputation_where_batches_stay_whole():
-    plan, _ = planned(90, allowed=(CHECKPOINT,), speed=Speed(1.0, 0.0))
+    plan, _ = planned(90, allowed=(CHECKPOINT,), speed=ForwardSpeed(1.0, 0.0))
     assert plan.fits and plan.settings.checkpoint and plan.settings.micro_batches == 1
     assert plan.keeps is Keeps.EXACT and plan.slowdown > 1
     assert plan.moves[0].costs_seconds > 0
 
 
 def test_the_front_has_the_plan_and_what_was_traced():
-    plan, _ = planned(90, speed=Speed(1.0, 0.1))
+    plan, _ = planned(90, speed=ForwardSpeed(1.0, 0.1))
     sizes = [point.peak_bytes for point in plan.front]
     assert sizes == sorted(sizes, reverse=True)
     chosen = next(point for point in plan.front if point.settings == plan.settings)

@@ -98,7 +98,7 @@ def test_the_plan_is_proven_by_a_run_with_its_moves(script, children, capsys):
     assert plan.settings.micro_batches == 2
     assert plan.batch_size == 16
     assert plan.seconds_after.seconds > plan.seconds_before.seconds
-    assert plan.seconds_after.origin is Origin.ASSUMED
+    assert plan.seconds_after.origin is Origin.SIMULATED
     assert [point.settings for point in plan.front if point.verified] == [plan.settings]
     assert "proven" in {note.code for note in plan.notes}
     assert "running the script once more with the plan's moves (2 micro-batches)" in capsys.readouterr().err

@@ -55,8 +55,6 @@ def result(request: Request, behaviour: str) -> DryRun:
         return dataclasses.replace(
             run, outcome=Outcome.FAILED, compiler_failed=True, error="TypeError: no (train.py:3)"
         )
-    if behaviour == "fails beside compiled":
-        return dataclasses.replace(run, outcome=Outcome.FAILED, num_compiled=2, error="ValueError: no (train.py:3)")
     if behaviour == "caught":
         return dataclasses.replace(run, failures=(make_failure(handled=True),))
     return run

@@ -34,7 +34,7 @@ def test_a_script_that_runs_is_run_once(child, capfd):
     assert (asked["unlimited"], asked["largest_first"]) == (False, False)
 
 
-@pytest.mark.parametrize("behaviour", ["no step", "failure", "fails beside compiled", "SIGKILL", "caught"])
+@pytest.mark.parametrize("behaviour", ["no step", "failure", "SIGKILL", "caught"])
 def test_other_ends_are_run_once_too(child, behaviour):
     result, too_large, _ = run(behaviour, scan=0)
 

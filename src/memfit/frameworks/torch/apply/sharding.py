@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from memfit.allocator.live import LiveAllocator
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device
 from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Category
@@ -233,7 +233,7 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
     given = [*distributed_replacements(count, report, gathered), Replacement(torch.UntypedStorage, "resize_", resize)]
     # PyTorch's own, which names the rank, would stay.
     given.append(Replacement(sys, "excepthook", sys.excepthook))
-    if device.kind is Kind.CUDA:
+    if simulation.on_cuda:
         # Nobody asks for its statistics: the trace has its own record.
         memory = LiveAllocator(AllocatorOptions(), None)
         devices = CudaDevices(device, count)

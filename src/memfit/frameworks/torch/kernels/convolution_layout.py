@@ -4,11 +4,12 @@ PyTorch's rule for shape-only tensors always answers "contiguous", since they ar
 oneDNN follow their inputs: if the data or the weight is channels-last, so are the result and all gradients.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from memfit.frameworks.torch.shapes.shapes import HALVES, META, Arguments, Operator, Options, run, shape_like
+from memfit.frameworks.torch.shapes.shapes import HALVES, META, Arguments, Operator, Options, shape_like
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -41,7 +42,7 @@ def channels_last_format(*tensors: torch.Tensor) -> torch.memory_format | None:
 
 def forward_rule(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any:
     """Output of `convolution`."""
-    out = run(func, args, kwargs, lambda func, args, kwargs: func(*args, **kwargs))
+    out = func(*args, **kwargs)
     layout = channels_last_format(args[0], args[1]) or torch.contiguous_format
     return torch.empty(out.shape, dtype=out.dtype, device=META, memory_format=layout)
 
@@ -100,7 +101,8 @@ def _stats(func: Operator, args: Arguments, kwargs: Options, report: Any) -> Any
     return tuple(_per_channel(args[0], 2))
 
 
-RULES = {
+# They depend on nothing but shapes and strides.
+RULES: dict[str, Callable[..., Any]] = {
     "aten::convolution": forward_rule,
     "aten::convolution_backward": backward_rule,
     "aten::native_batch_norm": _batch_norm,

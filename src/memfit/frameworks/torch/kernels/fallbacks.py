@@ -19,7 +19,7 @@ import torch
 
 from memfit.core.units import MIB, format_size
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.kernels import convolution_layout, recurrent
+from memfit.frameworks.torch.kernels import recurrent
 from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.origin import calling_frames
 from memfit.frameworks.torch.shapes.shapes import META, Arguments, Operator, Options, is_mask, map_nested, tensors
@@ -272,7 +272,6 @@ RULES: dict[str, Rule] = {
         args[1], memory_format=torch.contiguous_format
     ),
     **sparse.RULES,
-    **convolution_layout.RULES,
     **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss_backward"), _byte_classes),
     "torchvision::nms": _kept_boxes,
 }

@@ -300,7 +300,6 @@ class ScriptRun:
             allocator=session.memory.options,
             seen=self._seen(),
             module=program.module,
-            num_compiled=session.compiled.num_graphs,
             compiler_failed=compiler_failed,
         )
 

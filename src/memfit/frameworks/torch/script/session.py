@@ -21,7 +21,7 @@ import torch
 
 from memfit.allocator import replay_variants
 from memfit.allocator.live import LiveAllocator
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device
 from memfit.core.dryrun import Failure, ProgramFacts
 from memfit.core.estimate import (
     CACHE_RELEASED,
@@ -52,7 +52,7 @@ from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.origin import OriginTracker, uncompiled_path
 from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
-from memfit.frameworks.torch.shapes.shapes import tensors
+from memfit.frameworks.torch.shapes.shapes import Known, tensors
 from memfit.frameworks.torch.shapes.stand_in import LargeWeights, parts_of, tensors_in
 from memfit.frameworks.torch.simulation.distributed import distributed_replacements
 from memfit.frameworks.torch.simulation.live_recorder import LiveRecorder
@@ -293,7 +293,7 @@ class Session:
             text = "the device was so full that the allocator returned cached memory and asked again: it fits, but "
             notes.append(Note(CACHE_RELEASED, text + "pauses cost time"))
         reserved = seen.reserved_peak_bytes
-        on_cuda = self.device.kind is Kind.CUDA
+        on_cuda = self.simulation.on_cuda
         tight_bytes = min(timeline.without_optional().peak()[1], reserved) if on_cuda else reserved
         return Estimate(
             subject=subject,
@@ -401,14 +401,14 @@ class Session:
         self._updating = True
         self._enter(Phase.OPTIMIZER)
 
-    def _worked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _worked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None) -> None:
         if not any(tensor.is_meta for tensor in tensors((*args, *kwargs.values(), out))):
             # The host's own work.
             return
         phase = self.recorder.phase
         if phase is not Phase.FORWARD or torch.is_grad_enabled():
             # Without gradients it is an evaluation between two steps.
-            self._work.add(self.origin.current()[0], phase, func, args, kwargs, out)
+            self._work.add(self.origin.current()[0], phase, func, args, kwargs, out, known)
 
     def _end_update(self, optimizer: Any) -> None:
         self._updating = False
@@ -433,7 +433,7 @@ class Session:
         self._enter(Phase.FORWARD)
         self._num_recovered = len(self.failures)
         self.simulation.operators.readings.step_taken()
-        self.seen = replace(self.seen, work=tuple(self._work.operations))
+        self.seen = replace(self.seen, work=self._work.operations)
         self._work = WorkLog()
         self._settled()
 

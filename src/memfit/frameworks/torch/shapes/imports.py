@@ -43,7 +43,7 @@ class _Loader(importlib.abc.Loader):
         return getattr(self._plain, name)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _ImportWatch(importlib.abc.MetaPathFinder):
     def __init__(self, before: dict[str, Before], after: dict[str, After]) -> None:
         self._before = before
         self._after = after
@@ -69,7 +69,7 @@ def watch_imports(
     late = {name: action for name, action in after.items() if name not in sys.modules}
     for name in after.keys() - late.keys():
         after[name](sys.modules[name])
-    finder = _Finder(dict(before or {}), late)
+    finder = _ImportWatch(dict(before or {}), late)
     sys.meta_path.insert(0, finder)
     return finder
 

@@ -23,7 +23,7 @@ from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
 HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, PACKAGE_FOLDER)
 # Frames outside of a tracer belong to whoever asked for the trace, not to the step.
-_DRIVER = "_Tracer."
+_DRIVERS = ("StepTracer.", "_Tracer.")
 _NOWHERE = ("", "")
 
 
@@ -160,7 +160,7 @@ class OriginTracker:
 
     def _label(self, code: CodeType) -> str | None:
         path = code.co_filename
-        if path.startswith(PACKAGE_FOLDER) and code.co_qualname.startswith(_DRIVER):
+        if path.startswith(PACKAGE_FOLDER) and code.co_qualname.startswith(_DRIVERS):
             return ""
         if path.startswith(self._hidden) or path.startswith("<frozen") or "importlib" in path:
             return None

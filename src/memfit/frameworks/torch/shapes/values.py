@@ -53,7 +53,7 @@ _STATISTICS = {
 _FINITE_CHECK = "aten::_amp_foreach_non_finite_check_and_unscale_"
 
 
-class _Unknown(Exception):
+class _UnknownValues(Exception):
     """An argument's values are not known."""
 
 
@@ -122,7 +122,7 @@ class KnownValues:
         with internals.disable_torch_function():
             try:
                 if simulated.requires_grad or host.requires_grad:
-                    raise _Unknown
+                    raise _UnknownValues
                 self._target(simulated).copy_(host)
             except Exception:
                 self.forget(simulated)
@@ -238,7 +238,7 @@ class KnownValues:
             simulated.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(simulated)
         )
         if simulated.requires_grad or not is_small or not fills or _is_lazy(simulated):
-            raise _Unknown
+            raise _UnknownValues
         shadow = _Shadow(storage, self._drop)
         shadow.key, shadow.bytes = internals.storage_address(storage), torch.UntypedStorage(size_bytes)
         self._shadows[shadow.key] = shadow
@@ -261,10 +261,10 @@ class KnownValues:
             return
         # The host's own tensors have been written already.
         if not all(tensor.is_meta for tensor in written):
-            raise _Unknown
+            raise _UnknownValues
         largest = max(self.limit_bytes_integer, self.limit_bytes_float)
         if any(tensor.is_meta and tensor.untyped_storage().nbytes() > largest for tensor in made):
-            raise _Unknown
+            raise _UnknownValues
         real_args = [None if i in plan.overwritten else self._real(value) for i, value in enumerate(args)]
         real_kwargs = {name: None if name in plan.overwritten else self._real(kwargs[name]) for name in kwargs}
         for place in plan.overwritten:
@@ -282,7 +282,7 @@ class KnownValues:
         def of(tensor: torch.Tensor) -> torch.Tensor:
             known = self.of(tensor) if tensor.is_meta else None if tensor.requires_grad else tensor
             if known is None:
-                raise _Unknown
+                raise _UnknownValues
             return known
 
         return map_nested(value, of)

@@ -13,7 +13,7 @@ import torch
 
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.kernels import fallbacks
+from memfit.frameworks.torch.kernels import convolution_layout, fallbacks
 from memfit.frameworks.torch.kernels.assumed_values import Draws, Readings, Selections, SizeBounds
 from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.device_labels import BARE, Places
@@ -87,8 +87,8 @@ class SimulatedOperators(internals.TorchDispatchMode):
         """Whether the parts of the operator that runs have been followed one by one."""
         self.on_write: Callable[[torch.Tensor], None] | None = None
         """Called with each tensor that an operator is about to change in place."""
-        self.on_run: Callable[[Operator, Arguments, Options, Any], None] | None = None
-        """Called with each operator that did work on the device: its arguments and its output."""
+        self.on_run: Callable[[Operator, Arguments, Options, Any, shapes.Known | None], None] | None = None
+        """Called with each operator that did work on the device: arguments, output, what is kept of its signature."""
         self.compositions: dict[str, Callable[..., Any]] = {}
         """By name, operators of libraries as other operators: takes the operator and its arguments; see `quantized`."""
         self.around: AbstractContextManager[Any] = nullcontext()
@@ -182,7 +182,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         self._taken_apart = False
         if kind is Behaviour.IN_PLACE and self.on_write is not None:
             self.on_write(args[0])
-        out = self._run_on_device(func, args, kwargs, kind)
+        out, known = self._run_on_device(func, args, kwargs, kind)
         if self._values is not None and not self._taken_apart and internals.name_of(func) not in _KEEPING:
             self._selections.follow(func, args, out)
             self._values.follow(func, args, kwargs, out)
@@ -190,7 +190,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             if func is _SOFTMAX:
                 self.readings.are_probabilities(out)
         if self.on_run is not None and not self._taken_apart:
-            self.on_run(func, args, kwargs, out)
+            self.on_run(func, args, kwargs, out, known)
         return out
 
     def _ran_in_place(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
@@ -198,14 +198,17 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if self._values is not None:
             self._values.forget(args[0])
         if self.on_run is not None:
-            self.on_run(func, args, kwargs, args[0])
+            self.on_run(func, args, kwargs, args[0], None)
         return args[0]
 
-    def _run_on_device(self, func: Operator, args: Arguments, kwargs: Options, kind: Behaviour) -> Any:
+    def _run_on_device(
+        self, func: Operator, args: Arguments, kwargs: Options, kind: Behaviour
+    ) -> tuple[Any, shapes.Known | None]:
+        """(the output, what is kept of the operator's signature)."""
         if func.namespace == "c10d":
             out = _collective(func, args, kwargs)
             self._gather_values(func, args)
-            return out
+            return out, None
         special = self._rules.get(internals.name_of(func))
         if special is not None:
             out = self._exact(func, args, kwargs)
@@ -221,15 +224,15 @@ class SimulatedOperators(internals.TorchDispatchMode):
                 if isinstance(out, bool | int | float):
                     out = self.readings.answer(out)
             if out is not NotImplemented:
-                return self._record(func, args, out)
+                return self._record(func, args, out), None
         if kind is Behaviour.OTHER:
             out = self._execute(func, args, kwargs)
             if args and isinstance(args[0], torch.Tensor) and internals.name_of(func).startswith("aten::resize"):
                 self._recorder.resized(args[0].untyped_storage(), _name(func))
             # With `out=`, as compiled graphs call operators, kernels take for themselves what they always do.
-            return self._record(func, args, out)
-        out = shapes.run(func, args, kwargs, self._execute)
-        return self._record(func, args, out, fresh=kind is Behaviour.FRESH)
+            return self._record(func, args, out), None
+        out, known = shapes.run(func, args, kwargs, self._execute)
+        return self._record(func, args, out, fresh=kind is Behaviour.FRESH), known
 
     def _gather_values(self, func: Operator, args: tuple[Any, ...]) -> None:
         """What the other ranks would send is taken to be what this one has, where that is known."""
@@ -294,6 +297,11 @@ class SimulatedOperators(internals.TorchDispatchMode):
                 self._add(part, name, category)
 
     def _execute(self, func: Operator, args: Arguments, kwargs: Options) -> Any:
+        rule = convolution_layout.RULES.get(internals.name_of(func))
+        if rule is not None:
+            out = rule(func, args, kwargs, self._report)
+            if out is not NotImplemented:
+                return out
         if internals.name_of(func) in _MATRIX_PRODUCTS:
             out = _product(func, args, kwargs)
             if out is not NotImplemented:
@@ -325,7 +333,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         elif not isinstance(out, torch.Tensor):
             self._add(out, _name(func))
         if self.on_run is not None:
-            self.on_run(func, args, kwargs, out)
+            self.on_run(func, args, kwargs, out, None)
         return out
 
     def _elsewhere(self, func: Operator, args: Arguments, kwargs: Options) -> torch.device | None:

@@ -26,14 +26,10 @@ def release_replacements(stack: Stack, is_on: Callable[[], bool]) -> list[Replac
         found += [_keeping_gradients(owner, is_on) for owner in (torch.optim.Optimizer, torch.nn.Module)]
     if not uses_lists(stack):
         for name in ("foreach_devices", "foreach_devices_of_optimizers"):
-            found.append(around(*internals.place(name), _no_devices, is_on))
+            found.append(around(*internals.place(name), lambda plain: [], is_on))
     if keeps_roots(stack):
         found += [around(module, name, _with_roots, is_on) for module, name in internals.adam_on_lists()]
     return found + _quantized(stack, is_on)
-
-
-def _no_devices(plain: Callable[[], list[str]]) -> list[str]:
-    return []
 
 
 def _keeping_gradients(owner: type, is_on: Callable[[], bool]) -> Replacement:

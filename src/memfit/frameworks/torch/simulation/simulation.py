@@ -1,9 +1,9 @@
 """The simulation: for as long as it runs, PyTorch takes the simulated device for its own.
 
-Four layers, from the user's code down: functions of PyTorch that are replaced (`answers`), a function mode that shows
-shape-only tensors as tensors of the device (`Look`), interceptors that make the device's choices above autograd
-(`choices`), and a dispatch mode that runs operators for their shapes and records what they allocate
-(`SimulatedOperators`). Modes belong to a thread; every further thread enters them by `in_thread`.
+Four layers, from the user's code down: functions of PyTorch that are replaced, a function mode that shows shape-only
+tensors as tensors of the device (`Look`), interceptors that make the device's choices above autograd, and a dispatch
+mode that runs operators for their shapes and records what they allocate (`SimulatedOperators`). Modes belong to a
+thread; every further thread enters them by `in_thread`.
 """
 
 import gc
@@ -87,7 +87,7 @@ class Simulation:
         scripted: bool = False,
         follows_values: bool = False,
     ) -> None:
-        on_cuda = device.kind is Kind.CUDA
+        self.on_cuda = on_cuda = device.kind is Kind.CUDA
         device_type = "cuda" if on_cuda else "cpu"
         self.origin = origin
         self._threads = threading.local()
@@ -118,7 +118,6 @@ class Simulation:
         self._device = device
         self._scripted = scripted
         self._capability = capability = device.capability or (8, 0)
-        self._on_cuda = on_cuda
         self._interceptors = (
             attention.cuda_interceptors(
                 capability, self.autocast, self.notes.report, fuses_attention=fuses_attention(self.stack)
@@ -128,14 +127,14 @@ class Simulation:
         )
 
     @contextmanager
-    def running(self, answers: Sequence[Replacement] = ()) -> Iterator[None]:
-        """Simulates in this thread while it lasts; `answers` replace further functions of PyTorch."""
+    def running(self, replacements: Sequence[Replacement] = ()) -> Iterator[None]:
+        """Simulates in this thread while it lasts; `replacements` are further functions of PyTorch."""
         with (
-            replaced([*self._about_autocast(), *self._around_callbacks(), *self._about_devices(), *answers]),
+            replaced([*self._about_autocast(), *self._around_callbacks(), *self._about_devices(), *replacements]),
             replaced(release_replacements(self.stack, self.is_on)),
             self._numbers_read_anywhere(),
             self.quantized.running(),
-            self._triton.running(),
+            self._triton.running() if self.on_cuda else nullcontext(),
             self._packed_attention(),
             self.origin.following(self.is_on),
             intercepting(self._interceptors),
@@ -150,7 +149,7 @@ class Simulation:
         What is made of them is of no use afterwards, so that this is for the process of a script alone.
         """
         with ExitStack() as stack:
-            for package in (flash_attention.package(), self._triton.package()) if self._on_cuda else ():
+            for package in (flash_attention.package(), self._triton.package()) if self.on_cuda else ():
                 stack.enter_context(standing_in(package))
             yield
 
@@ -213,7 +212,7 @@ class Simulation:
         """Nested tensors take the kernel for packed sequences, which CUDA has and shape-only tensors seem to lack."""
 
         def is_cuda() -> bool:
-            return self._on_cuda and self.is_on()
+            return self.on_cuda and self.is_on()
 
         with ExitStack() as stack:
 
@@ -242,12 +241,12 @@ class Simulation:
             plain_clear()
 
         cuda: dict[str, Callable[..., Any]] = {}
-        if self._on_cuda:
+        if self.on_cuda:
             cuda = {
                 "get_device_capability": lambda plain, device=None: self._capability,
                 "synchronize": lambda plain, device=None: None,
             }
-        if self._on_cuda and not self._scripted:
+        if self.on_cuda and not self._scripted:
             # A script sees all devices, of which one is current. Of a step that memfit drives, code around kernels
             # makes the device of their tensors the current one.
             cuda |= {

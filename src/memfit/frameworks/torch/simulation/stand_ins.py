@@ -13,6 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# PyTorch, whose compiler would take a stand-in for the real package.
+_NOT_FOR = "torch"
+
 
 @dataclass(frozen=True, slots=True)
 class Package:
@@ -24,14 +27,12 @@ class Package:
         modules: what its modules hold, by their full names; a module that isn't named can be imported only where
             `other` makes up what it holds.
         other: what a module answers for a name that it doesn't hold; None: it has no such name.
-        hidden_from: packages that are not to find it.
     """
 
     name: str
     version: str
     modules: Mapping[str, Mapping[str, Any]]
     other: Callable[[str], Any] | None = None
-    hidden_from: tuple[str, ...] = ()
 
 
 class _Module(ModuleType):
@@ -62,7 +63,7 @@ class _Metadata(Distribution):
         return Path(path)
 
 
-class _Finder(DistributionFinder, Loader):
+class _StandInFinder(DistributionFinder, Loader):
     def __init__(self, package: Package) -> None:
         self._package = package
 
@@ -70,7 +71,7 @@ class _Finder(DistributionFinder, Loader):
         package = self._package
         if name.partition(".")[0] != package.name or (name not in package.modules and package.other is None):
             return None
-        if _importer().partition(".")[0] in package.hidden_from:
+        if _importer().partition(".")[0] == _NOT_FOR:
             return None
         return ModuleSpec(name, self, is_package=True)
 
@@ -113,7 +114,7 @@ def standing_in(package: Package) -> Iterator[None]:
     if package.name in sys.modules or importlib.util.find_spec(package.name) is not None:
         yield
         return
-    finder = _Finder(package)
+    finder = _StandInFinder(package)
     sys.meta_path.append(finder)
     try:
         yield
@@ -127,7 +128,7 @@ def standing_in(package: Package) -> Iterator[None]:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """While it lasts, stand-ins that were imported are gone, so that those who must not find them don't."""
+    """While it lasts, stand-ins that were imported are gone: those still to be imported are never found by PyTorch."""
     imported = {name: module for name, module in sys.modules.items() if isinstance(module, _Module)}
     for name in imported:
         del sys.modules[name]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device
 from memfit.core.timeline import Category
 from memfit.core.units import MIB
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
@@ -54,14 +54,10 @@ class TritonKernels:
         self._forget = forget
         self._searched: set[int] = set()
         self._driver = _driver_of(device)
-        self._simulates = device.kind is Kind.CUDA
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Leaves launches out while this lasts, however late the library is imported."""
-        if not self._simulates:
-            yield
-            return
         with ExitStack() as stack:
 
             def equip(*made: Replacement) -> None:
@@ -233,4 +229,4 @@ def _stand_in(launch: Callable[..., None], driver: Any) -> Package:
         f"{LIBRARY}.runtime.autotuner": {"Autotuner": _Kernel, **common},
         f"{LIBRARY}.runtime.driver": {"driver": active, "active": driver},
     }
-    return Package(LIBRARY, _VERSION, modules, other=_Name, hidden_from=("torch",))
+    return Package(LIBRARY, _VERSION, modules, other=_Name)

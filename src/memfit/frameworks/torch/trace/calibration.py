@@ -72,7 +72,7 @@ def measure(
     sizes = list(dict.fromkeys(batch_sizes))
     found: list[Measurement] = []
     with restoring(model, loss):
-        passes = _Passes(model, loss, precision)
+        passes = _TimedPasses(model, loss, precision)
         end = time.perf_counter() + limit_seconds
         for index, size in enumerate(sizes):
             left = end - time.perf_counter()
@@ -105,7 +105,7 @@ def time_passes(
     """
     whole = batch if batch_size is None else _resized(batch, batch_size)
     with restoring(model, loss):
-        wait = _Passes(model, loss, None).wait
+        wait = _TimedPasses(model, loss, None).wait
 
         def run(settings: Settings) -> float:
             with Fitted(settings, model) as fitted:
@@ -169,7 +169,7 @@ def _resized(batch: Any, size: int) -> Any:
     return map_tensors(batch, lambda tensor: tensor[rows.to(tensor.device)] if tensor.dim() else tensor)
 
 
-class _Passes:
+class _TimedPasses:
     """Runs forward and backward passes of a module whose tensors are copies, and watches the clock."""
 
     def __init__(self, model: torch.nn.Module, loss: Callable[[Any, Any], Any], precision: str | None) -> None:

@@ -26,7 +26,7 @@ from memfit.frameworks.torch.shapes.batch import common_first_dimension
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.trace import profile_calls
 from memfit.frameworks.torch.trace.profile_calls import OUTSIDE, CallWatch, ModuleCall, Save
-from memfit.frameworks.torch.trace.trace import Step, _Tracer
+from memfit.frameworks.torch.trace.trace import Step, StepTracer
 from memfit.frameworks.torch.trace.work import FeatureWatch, features_of
 
 
@@ -55,7 +55,7 @@ def profile(step: Step, device: Device) -> Profile:
     return Profile(
         timeline=timeline,
         units=units,
-        work=tuple(watch.log.operations),
+        work=watch.log.operations,
         batch_size=common_first_dimension(step.batch),
         optimizer=watched.optimizer_name,
         features=frozenset(watched.features),
@@ -64,7 +64,7 @@ def profile(step: Step, device: Device) -> Profile:
     )
 
 
-class _WatchedTracer(_Tracer):
+class _WatchedTracer(StepTracer):
     """A tracer that watches what it traces."""
 
     def __init__(self, step: Step, device: Device, *, hooks: bool = True) -> None:
@@ -102,7 +102,7 @@ class _Over(BaseException):
     """Ends a run whose forward pass is over; no handler for errors of the step may take it for one."""
 
 
-class _ForwardTracer(_Tracer):
+class _ForwardTracer(StepTracer):
     """Runs the forward pass alone."""
 
     length = 0

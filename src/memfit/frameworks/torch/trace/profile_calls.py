@@ -20,7 +20,7 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
-from memfit.frameworks.torch.shapes.shapes import Behaviour, Operator, behaviour, tensors
+from memfit.frameworks.torch.shapes.shapes import Behaviour, Known, Operator, behaviour, tensors
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
 from memfit.frameworks.torch.trace.work import FeatureWatch, WorkLog
@@ -305,7 +305,7 @@ class CallWatch:
         return out
 
     def _now(self) -> tuple[int, int, int]:
-        return self.recorder.tick, self.recorder.num_blocks, len(self.log.operations)
+        return self.recorder.tick, self.recorder.num_blocks, len(self.log)
 
     @property
     def _innermost(self) -> int:
@@ -341,11 +341,13 @@ class CallWatch:
             return None
         return self.recorder.block_of(tensor)
 
-    def _ran(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _ran(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None
+    ) -> None:
         if self._over or not self._seen:
             return
         phase = self._seen[-1]
-        self.log.add(self.origin.module(), phase, func, args, kwargs, out)
+        self.log.add(self.origin.module(), phase, func, args, kwargs, out, known)
         self.features.ran(func, args, out, phase)
         if self._in_forward:
             self._call_of_node.setdefault(_sequence(), self._innermost)
@@ -356,8 +358,8 @@ class CallWatch:
             number = OUTSIDE if node is None else self._call_of_node.get(internals.number_of(node), OUTSIDE)
             if number != OUTSIDE:
                 tick = self.recorder.tick
-                known = self.calls[number].backward
-                self.calls[number].backward = (known[0] if known else tick, tick)
+                span = self.calls[number].backward
+                self.calls[number].backward = (span[0] if span else tick, tick)
 
     def _note_writes(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         written = [
@@ -369,7 +371,7 @@ class CallWatch:
             block = self._block(tensor)
             if block is None:
                 continue
-            self._writes.append((block, len(self.log.operations)))
+            self._writes.append((block, len(self.log)))
             name = self._buffers.get(block)
             for number in self._stack:
                 record = self.calls[number]

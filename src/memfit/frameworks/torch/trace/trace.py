@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.core.device import Device, Kind
+from memfit.core.device import Device
 from memfit.core.errors import BadLoss, BadOptimizer, StepFailed
 from memfit.core.estimate import NOT_COMPILED, Note
 from memfit.core.settings import Settings
@@ -60,22 +60,23 @@ class Step:
 
 def trace(step: Step, device: Device, *, compiles: bool = True) -> Trace:
     """Runs `step` on a simulated `device`; what `torch.compile` was asked to compile is compiled, or run as it is."""
-    tracer = _Tracer(step, device, compiles)
+    tracer = StepTracer(step, device, compiles)
     try:
         return tracer.run()
     except (StepFailed, BadLoss) as failure:
         if tracer.compiled is None or not tracer.compiled.num_graphs:
             raise
-        traced = _Tracer(step, device, compiles=False).run()
+        traced = StepTracer(step, device, compiles=False).run()
         return replace(traced, notes=(*traced.notes, Note(NOT_COMPILED, not_compiled(failure.__cause__ or failure))))
 
 
-class _Tracer:
+class StepTracer:
+    """Runs a step once on a simulated device and records it."""
+
     def __init__(self, step: Step, device: Device, compiles: bool = False) -> None:
         self.compiles = compiles
         self.step = step
         self.device = device
-        self.on_cuda = device.kind is Kind.CUDA
         self.origin = OriginTracker(step.model)
         self.recorder = Recorder(self.origin.current)
         self.simulation = Simulation(device, self.recorder, self.origin)
@@ -92,6 +93,7 @@ class _Tracer:
         self.compiled: CompiledSteps | None = None
 
     def run(self) -> Trace:
+        """The trace of the step."""
         step = self.step
         copies = ShapeCopies(WEIGHTS.get(step.precision or ""))
         parameters = list(step.model.parameters())
@@ -141,16 +143,15 @@ class _Tracer:
             self.simulation.quantized.managed_bytes,
             self.gives_weight,
             # What fused kernels do isn't in the log: then nothing is known.
-            work=() if is_compiled else tuple(self.log.operations),
+            work=() if is_compiled else self.log.operations,
             grouped_bytes=self.simulation.grouped_bytes,
             # Compiling anew for each size would take too long.
-            has_regimes=self.on_cuda and not is_compiled,
+            has_regimes=self.simulation.on_cuda and not is_compiled,
         )
 
-    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _ran(self, *operation: Any) -> None:
         """Notes an operator of the step that is counted: the first, with the update of the second."""
-        if self.log.is_on:
-            self.log.add("", self.recorder.phase, func, args, kwargs, out)
+        self.log.add("", self.recorder.phase, *operation)
 
     def _fit(self, stack: ExitStack, settings: Settings, optimizer: Any) -> Any:
         """Runs the steps as `settings` say; gives the optimizer that they make of this one."""
@@ -206,7 +207,7 @@ class _Tracer:
     def _forward(self, batch: Any) -> Any:
         step = self.step
         dtype = AUTOCAST.get(step.precision or "")
-        device_type = "cuda" if self.on_cuda else "cpu"
+        device_type = "cuda" if self.simulation.on_cuda else "cpu"
         with torch.autocast(device_type, dtype=dtype) if dtype else nullcontext(), failures.explained("forward"):
             # Each step of a real loop gets a batch of its own, and losses do take batches apart.
             value = step.loss(step.model, map_tensors(batch, lambda tensor: tensor))

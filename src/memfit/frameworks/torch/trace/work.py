@@ -6,7 +6,8 @@ kernel must touch at least: every input read once, every output written once.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -16,7 +17,7 @@ from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
 from memfit.frameworks.torch.shapes.recorder import Recorder
-from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
+from memfit.frameworks.torch.shapes.shapes import HALVES, Known, Operator, tensors
 from memfit.frameworks.torch.trace.kernel_sizes import flops_of, sizes_of
 
 # They set memory aside or read a number: no kernel runs.
@@ -39,38 +40,77 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in _FLOATING}
 _Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
+class _Figures(NamedTuple):
+    """What a call of an operator does, wherever it belongs; the last fields of `Work`."""
+
+    op: str
+    flops: int
+    moved_bytes: int
+    dtype: str
+    sizes: tuple[int, ...] = ()
+
+
+# Of a call that moves nothing.
+_NOTHING = _Figures("", 0, 0, "")
+
+
 class WorkLog:
-    """Collects the operators of a step as `Work`."""
+    """Collects the operators of a step.
+
+    What an operator does follows from its signature alone, so that it is computed once for each signature: a step calls
+    the same few again and again.
+    """
 
     def __init__(self) -> None:
-        self.operations: list[Work] = []
         self.is_on = True
-        self._names: dict[Operator, tuple[str, str]] = {}
+        self._noted: list[tuple[str, Phase, _Figures]] = []
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    @property
+    def operations(self) -> tuple[Work, ...]:
+        """All that were noted, in order."""
+        return tuple(Work(module, phase, *figures) for module, phase, figures in self._noted)
 
     def add(
-        self, module: str, phase: Phase, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self,
+        module: str,
+        phase: Phase,
+        func: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        known: Known | None = None,
     ) -> None:
-        """Notes one operator, unless it does nothing."""
-        if not self.is_on:
+        """Notes one operator, unless it does nothing; `known` is what is kept of its signature."""
+        if not self.is_on or _runs_no_kernel(func):
             return
-        names = self._names.get(func)
-        if names is None:
-            # Reading a schema's name makes a string each time.
-            name = internals.name_of(func)
-            names = self._names[func] = (name, name.replace("::", "."))
-        name, short = names
-        if name in _IDLE:
-            return
-        inputs, outputs = list(tensors((*args, *kwargs.values()) if kwargs else args)), list(tensors((out,)))
-        moved_bytes = _moved(name, args, inputs, outputs)
-        if not moved_bytes:
-            return
-        dtype = next((_DTYPES[t.dtype] for t in (*inputs, *outputs) if t.dtype in _DTYPES), "")
-        sizes = sizes_of(name, args, inputs, outputs)
-        count = flops_of(name, sizes)
-        if count is None:
-            count = flops(func, args, kwargs, out)
-        self.operations.append(Work(module, phase, short, count, moved_bytes, dtype, sizes))
+        figures = _figures(func, args, kwargs, out) if known is None else known.figures
+        if figures is None:
+            figures = known.figures = _figures(func, args, kwargs, out)  # type: ignore[union-attr]
+        if figures is not _NOTHING:
+            self._noted.append((module, phase, figures))
+
+
+@cache
+def _runs_no_kernel(func: Operator) -> bool:
+    # Reading a schema's name makes a string each time.
+    return internals.name_of(func) in _IDLE
+
+
+def _figures(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Figures:
+    name = internals.name_of(func)
+    inputs, outputs = list(tensors((*args, *kwargs.values()))), list(tensors((out,)))
+    moved_bytes = _moved(name, args, inputs, outputs)
+    if not moved_bytes:
+        return _NOTHING
+    dtype = next((_DTYPES[t.dtype] for t in (*inputs, *outputs) if t.dtype in _DTYPES), "")
+    sizes = sizes_of(name, args, inputs, outputs)
+    count = flops_of(sizes)
+    if count is None:
+        count = flops(func, args, kwargs, out)
+    return _Figures(name.replace("::", "."), count, moved_bytes, dtype, sizes or ())
 
 
 def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -117,9 +157,12 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.layout is not torch.strided:
         parts = internals.sparse_parts(tensor) if tensor.is_sparse else ()
         return id(tensor), sum(_memory(part)[1] for part in parts)
-    storage = tensor.untyped_storage()
-    # An expanded tensor has more elements than there are in memory.
-    return internals.storage_address(storage), min(tensor.numel() * tensor.element_size(), storage.nbytes())
+    num_elements = tensor.numel()
+    if num_elements:
+        # An expanded tensor, or one of windows that overlap, has more elements than there are in memory.
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_elements = min(num_elements, reach)
+    return internals.storage_address(tensor.untyped_storage()), num_elements * tensor.element_size()
 
 
 def _attention_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:

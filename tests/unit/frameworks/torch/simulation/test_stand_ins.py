@@ -41,15 +41,15 @@ def test_what_it_does_not_hold_may_be_made_up():
         assert importlib.import_module("made_up_kernels.other.part").name == "made_up_kernels.other.part.name"
 
 
-def test_it_is_hidden_from_some():
-    with standing_in(package(hidden_from=("torch",))):
+def test_pytorch_does_not_find_it():
+    with standing_in(package()):
         with pytest.raises(ModuleNotFoundError):
             exec("import made_up_kernels", {"__name__": "torch.utils"})
         exec("import made_up_kernels", {"__name__": "torchvision.utils"})
 
 
 def test_what_was_imported_can_be_hidden_for_a_while():
-    with standing_in(package(hidden_from=("torch",))):
+    with standing_in(package()):
         module = importlib.import_module("made_up_kernels")
         with hidden():
             assert "made_up_kernels" not in sys.modules

@@ -7,8 +7,9 @@ from torch.nn import functional
 
 from memfit.core.timeline import Phase
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
+from memfit.frameworks.torch.shapes.shapes import Known
 from memfit.frameworks.torch.trace.profile import profile
-from memfit.frameworks.torch.trace.trace import Step
+from memfit.frameworks.torch.trace.trace import Step, StepTracer
 from memfit.frameworks.torch.trace.work import WorkLog, features_of
 from tests.unit.frameworks.torch.builders import AMPERE
 
@@ -83,6 +84,50 @@ def test_a_lookup_reads_the_rows_that_it_returns():
     table, rows = meta(1000, 8), meta(3, dtype=torch.int64)
     out = meta(3, 8)
     assert moved(aten.embedding.default, (table, rows), {}, out) == 2 * out.nbytes + rows.nbytes
+
+
+def test_windows_that_overlap_count_as_they_lie_in_memory():
+    windows = meta(8).as_strided((4, 5), (1, 1))
+    assert moved(aten.relu.default, (windows,), {}, meta(4, 5)) == 4 * 8 + 4 * 20
+    # A part of a larger tensor is all that is read of it.
+    part = meta(3, 8)[:, :2]
+    assert moved(aten.relu.default, (part,), {}, meta(3, 2)) == 2 * 4 * 6
+
+
+def test_figures_are_computed_once_for_each_signature():
+    log, known = WorkLog(), Known(None)
+    a, b, out = meta(3, 4), meta(4, 5), meta(3, 5)
+    log.add("first", Phase.FORWARD, aten.mm.default, (a, b), {}, out, known)
+    kept = known.figures
+    log.add("second", Phase.BACKWARD, aten.mm.default, (a, b), {}, out, known)
+    assert known.figures is kept
+    first, second = log.operations
+    assert (first.module, second.module, second.phase) == ("first", "second", Phase.BACKWARD)
+    assert first.flops == second.flops == 2 * 3 * 4 * 5
+    assert len(log) == 2
+
+
+def test_what_is_noted_is_what_each_call_does():
+    """Figures that are kept from call to call are the ones that each call would have by itself."""
+    simulation_log, alone = WorkLog(), []
+
+    class Watched(StepTracer):
+        def _ran(self, func, args, kwargs, out, known):
+            simulation_log.add("", self.recorder.phase, func, args, kwargs, out, known)
+            one = noted(func, args, kwargs, out)
+            alone.extend([one] if one is not None else [])
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 8), nn.Linear(8, 8))
+
+    def loss(model, batch):
+        y = model(batch)
+        return (y * y + y @ y.t() @ y).sum()
+
+    for _ in range(2):
+        Watched(Step(model, loss, torch.randn(2, 3, 8, 8), torch.optim.Adam), AMPERE).run()
+    kept = [(work.op, work.flops, work.moved_bytes, work.dtype, work.sizes) for work in simulation_log.operations]
+    assert len(kept) > 100
+    assert kept == [(work.op, work.flops, work.moved_bytes, work.dtype, work.sizes) for work in alone]
 
 
 def test_updates_of_many_tensors_read_and_write_each():
