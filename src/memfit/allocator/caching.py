@@ -25,7 +25,7 @@ from memfit.allocator.rounding import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
-from memfit.allocator.segments import ExpandableSegments, Segments, Source
+from memfit.allocator.segments import Segments, choose_growing
 from memfit.allocator.shared import SharedDevice
 from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions
@@ -54,21 +54,20 @@ class CachingAllocator:
         # In whole MiB as upstream (max_split_size_mb), which is why oversize blocks are never parts of a segment.
         split_limit = options.max_split_size_bytes
         max_split_bytes = NO_LIMIT if split_limit is None else split_limit // MIB * MIB
-        self.source: Source
-        self._choose = None
         self._is_expandable = options.expandable_segments
-        if options.expandable_segments:
-            self.source = ExpandableSegments(limit_bytes, fraction_set=self._collects)
-            self._choose = self.source.choose
-        else:
-            threshold_bytes = int(options.garbage_collection_threshold * limit_bytes) if self._collects else None
-            self.source = Segments(limit_bytes, max_split_bytes, threshold_bytes)
+        threshold_bytes = int(options.garbage_collection_threshold * limit_bytes) if self._collects else None
+        self.source = Segments(limit_bytes, max_split_bytes, threshold_bytes, fraction_set=self._collects)
         self.max_split_bytes = max_split_bytes
         self._oversize_key = max_split_bytes << ADDRESS_BITS
         # Those of no private pool, by stream; and those of each private pool.
         self._streams: dict[int, StreamPools] = {}
         self._private: dict[PoolId, dict[int, StreamPools]] = {}
         self._unused: set[PoolId] = set()
+        self.private_pools_grow = True
+        """Whether private pools have expandable segments, too, where others do; at first they had plain ones, of which
+        the rest was split off all the same (`alloc_block` and `should_split` of PyTorch 2.1)."""
+        self.is_capturing = False
+        """While a CUDA graph is captured, the cache is not released for a request that the device has no room for."""
         self._ages_together = False
         self.small, self.large = self.pools_of(0)
         self.allocated = 0
@@ -86,8 +85,9 @@ class CachingAllocator:
             remainder_bytes, below_bytes = SMALL_BYTES + 1, self.max_split_bytes
             if self._is_expandable:
                 remainder_bytes, below_bytes = MIN_BLOCK_BYTES, NO_LIMIT
-            small = Pool(SMALL_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT, stream)
-            large = Pool(LARGE_SEGMENT_BYTES, remainder_bytes, below_bytes, stream)
+            grows = self._is_expandable and (pool_id == NO_POOL_ID or self.private_pools_grow)
+            small = Pool(SMALL_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT, stream, is_expandable=grows)
+            large = Pool(LARGE_SEGMENT_BYTES, remainder_bytes, below_bytes, stream, is_expandable=grows)
             pools = streams[stream] = StreamPools(small, large)
             self._ages_together = self._collects and len(self._streams) > 1
             if self._ages_together and streams is self._streams:
@@ -130,8 +130,8 @@ class CachingAllocator:
         block = None
         index = bisect_left(keys, size << ADDRESS_BITS)
         if index < len(keys):
-            if self._choose is not None:
-                index = self._choose(pool, index)
+            if pool.is_expandable:
+                index = choose_growing(pool, index)
             key = keys[index]
             # A block of `max_split_size` or more is for requests of about its size (the end of `get_free_block`).
             if key < self._oversize_key or (
@@ -237,7 +237,7 @@ class CachingAllocator:
         block = self._take(pool, size)
         if block is None and self.source.release_oversize(pool, size):
             block = self._take(pool, size)
-        if block is None:
+        if block is None and not self.is_capturing:
             self.release_cached()
             self.num_retries += 1
             block = self._take(pool, size)

@@ -71,9 +71,17 @@ class Pool:
     """
 
     def __init__(
-        self, page_bytes: int = 0, split_remainder_bytes: int = 0, split_below_bytes: int = 0, stream: int = 0
+        self,
+        page_bytes: int = 0,
+        split_remainder_bytes: int = 0,
+        split_below_bytes: int = 0,
+        stream: int = 0,
+        *,
+        is_expandable: bool = False,
     ) -> None:
         self.stream = stream
+        # Whether its memory is one segment that grows by pages.
+        self.is_expandable = is_expandable
         self.page_bytes = page_bytes
         self.split_remainder_bytes = split_remainder_bytes
         self.split_below_bytes = split_below_bytes

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.allocator.pool import Block, Pool
-from memfit.allocator.segments import Source
+from memfit.allocator.segments import Segments
 
 _MAX_ROWS = 256
 _NAME_BYTES = 64
@@ -69,7 +69,7 @@ class SharedDevice:
         """This device for a forked process, with a lock of its own: the inherited one locks nobody out."""
         return SharedDevice(self._path, self._usable_bytes, self._context_bytes, name)
 
-    def take(self, source: Source, pool: Pool, size_bytes: int) -> Block | None:
+    def take(self, source: Segments, pool: Pool, size_bytes: int) -> Block | None:
         """What `source` can take of the device beside the other processes, within what this one is allowed."""
         with self._locked():
             rows, limit_bytes = self._living(), source.capacity_bytes
