@@ -8,6 +8,7 @@ cuDNN's convolutions: tensor-core kernels work on channels-last data; given chan
 weight and output in the workspace, with channels padded to the width of a load.
 """
 
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -76,6 +77,9 @@ class CudaInternals:
             "aten::embedding_dense_backward": index_kernels.embedding_backward,
             "aten::index": index_kernels.indexing,
             **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), index_kernels.index_put),
+            "aten::_scaled_dot_product_flash_attention": lambda args, out: attention_kernels.flash_forward(
+                args, self._torch, self._num_multiprocessors
+            ),
             "aten::_scaled_dot_product_flash_attention_backward": attention_kernels.flash_backward,
             **dict.fromkeys(
                 ("aten::_flash_attention_backward", "torch_attn::_varlen_attn_backward"),
@@ -97,6 +101,14 @@ class CudaInternals:
             "aten::_cudnn_rnn_backward": recurrent.backward_rule,
             "aten::_scaled_mm": self._scaled_product,
             "aten::log_sigmoid_forward": _log_sigmoid,
+        }
+
+    def orders(self) -> dict[str, Callable[[Arguments], Sequence[int]]]:
+        """By operator, numbers of the outputs that are allocated, in order, where that is not each in its turn."""
+        return {
+            # The mask first (`dropout_cuda`, Dropout.cu).
+            "aten::native_dropout": lambda args: (1, 0),
+            **attention_kernels.orders(self._torch),
         }
 
     def _scaled_product(self, func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:

@@ -53,12 +53,48 @@ def test_the_gradient_of_softmax_takes_a_product():
     assert workspaces(made_in(traced, Phase.BACKWARD), "_softmax_backward_data") == [4 * 8 * 4]
 
 
-# Ten words of two numbers: 307 runs of ten indices and ten words give at most 317 segments.
-@pytest.mark.parametrize(("count", "expected"), [(3072, []), (3073, [*[3073 * 8] * 4, 317 * 2 * 4])])
+# Ten words of two numbers: 307 runs of ten indices and ten words give at most 317 parts of segments. Four bits are
+# sorted in one pass, by two blocks of 2304 and more: 256 counts for each, and 256 for the pass.
+SORTED = [*[3073 * 8] * 3, 256 * 4 + 256 * 4, 3073 * 8, 8, 80, 80, 8, 317 * 8, 317 * 2 * 4]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3072, []), (3073, SORTED)])
 def test_the_gradient_of_a_large_embedding_sorts_its_indices_and_sums_segments(count, expected):
     traced = run(nn.Embedding(10, 2), torch.zeros(count, dtype=torch.int64))
 
     assert workspaces(made_in(traced, Phase.BACKWARD), "embedding_dense_backward") == expected
+
+
+def test_dropout_makes_its_mask_before_its_output():
+    traced = run(nn.Sequential(nn.Linear(10, 10), nn.Dropout()), torch.empty(100, 10))
+
+    assert [b.size_bytes for b in made_in(traced, Phase.FORWARD) if "dropout" in b.op] == [1000, 4000]
+
+
+def attention_outputs(dtype, torch_version, **options):
+    def loss(model, batch):
+        mixed = model(batch)
+        return F.scaled_dot_product_attention(mixed, mixed, mixed, **options).sin().sum()
+
+    device = replace(cuda(8, 6), stack=read_stack(f"torch{torch_version}"))
+    traced = run(nn.Linear(32, 32, dtype=dtype), torch.empty(1, 2, 8, 32, dtype=dtype), loss=loss, device=device)
+    return [b.size_bytes for b in made_in(traced, Phase.FORWARD) if "attention" in b.op]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "torch_version", "options", "sizes"),
+    [
+        (torch.float16, "2.6", {}, [1024, 64]),
+        (torch.float16, "2.7", {}, [1024, 64, 16, 8]),
+        (torch.float32, "2.1", {}, [2048, 256]),
+        (torch.float32, "2.6", {}, [8, 8, 2048, 256]),
+        (torch.float32, "2.6", {"dropout_p": 0.1}, [2048, 256]),
+    ],
+)
+def test_the_state_of_attention_s_random_numbers_is_on_the_device_in_some_releases(
+    dtype, torch_version, options, sizes
+):
+    assert attention_outputs(dtype, torch_version, **options) == sizes
 
 
 def test_the_gradient_of_flash_attention_accumulates_in_float32():
