@@ -86,7 +86,7 @@ def cells(group: Group) -> tuple[str, ...]:
     )
 
 
-COLUMNS = ("operator", "at", "in", ">count", ">in all", "bytes", ">at the peak")
+COLUMNS = ("|operator", "|at", "in", ">count", ">in all", "bytes", ">at the peak")
 
 
 def _signed(size_bytes: int) -> str:

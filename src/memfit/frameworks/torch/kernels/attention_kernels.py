@@ -19,8 +19,8 @@ _ROOMY = {(7, 0), (8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
 _TILE_HEADER_BYTES = 16
 
 
-# The releases from which on the state of the random numbers is on the device: always (flash attention), or where none is
-# drawn (memory-efficient attention).
+# The releases from which on the state of the random numbers is on the device: always (flash attention), or where none
+# is drawn (memory-efficient attention).
 _FLASH_STATE, _EFFICIENT_STATE = (2, 7), (2, 2)
 
 
