@@ -181,6 +181,7 @@ def compare_with(
             f"{len(real):,} allocations could be aligned. Name the program that made the snapshot, with its arguments."
         )
     if not is_whole:
+        pairs = _tightened(real, window, pairs)
         cut = pairs[0][1]
         first, window = first + cut, window[cut:]
         pairs = [(one, other - cut) for one, other in pairs]
@@ -245,6 +246,22 @@ def _aligned(real: Sequence[Allocation], simulated: Sequence[Allocation]) -> lis
             pairs.append((end, other_end))
         start, other_start = end + 1, other_end + 1
     return pairs
+
+
+def _tightened(
+    real: Sequence[Allocation], simulated: Sequence[Allocation], pairs: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The same number of pairs nearer together, where there are such.
+
+    Pairs are the first that there are. Where steps repeat each other, a history that began amid one may have its
+    beginning in the step before: seen from its end, the pairs are the last that there are.
+    """
+    (_, first), (_, last) = pairs[0], pairs[-1]
+    if last - first < len(real):
+        return pairs
+    backwards = _aligned(real[::-1], simulated[last::-1])
+    others = [(len(real) - 1 - one, last - other) for one, other in reversed(backwards)]
+    return others if len(others) >= len(pairs) and others[0][1] > first else pairs
 
 
 def _moved(left: Iterable[tuple[int, int, int]], others: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:

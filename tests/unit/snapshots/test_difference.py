@@ -1,3 +1,4 @@
+import random
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,24 @@ def test_a_history_that_began_late_is_found_in_the_last_step_like_it(tmp_path):
     assert result.num_aligned == result.real.num_allocations == result.simulated.num_allocations
     assert (result.first_step, result.last_step) == (4, 4)
     assert result.real.before_bytes > 20 * MIB
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_history_that_began_and_ended_amid_steps_is_found_there(tmp_path, seed):
+    # GIVEN a weight, six steps of twelve layers that are alike, and the allocations of a part of them
+    step = [5 * MIB, *[2 * MIB, 3 * MIB, 512, 4 * MIB] * 12, 6 * MIB, *[7 * MIB, 2 * MIB, 1024] * 12, 8 * MIB]
+    events = [("weight", (9 * MIB, "aten.empty", ""))]
+    for number, size_bytes in enumerate(step * 6):
+        events += [(number, (size_bytes, "aten.add", ""))] * 2
+    blocks, num_ticks = made_of(events)
+    simulated = Timeline(tuple(blocks), num_ticks, (Mark(0, Phase.FORWARD, 1),))
+    draw = random.Random(seed)
+    first = draw.randrange(100, num_ticks // 2)
+    last = draw.randrange(first + 60, num_ticks)
+    result = compared(simulated, simulated, tmp_path, first_tick=first, keeps=lambda block: block.start < last)
+
+    # THEN none of the simulated allocations around them is compared with them
+    assert result.num_aligned == result.real.num_allocations == result.simulated.num_allocations
 
 
 def test_the_same_in_another_order(tmp_path):
