@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import final
 
-from memfit.allocator.pool import ADDRESS_BITS, IN_USE, UNMAPPED, Block, Pool
+from memfit.allocator.pool import ADDRESS_BITS, IN_USE, UNMAPPED, Pool, PoolBlock
 from memfit.allocator.rounding import LARGE_SEGMENT_BYTES, NO_LIMIT, segment_size
 
 # Of expandable segments: a multiple of both page sizes, far beyond any device, and below the limit of addresses.
@@ -52,7 +52,7 @@ class Segments:
         self.place: Callable[[Pool, int], int] | None = None
         """Says where the driver puts a new segment of so many bytes, or the address space of an expandable one."""
 
-    def take(self, pool: Pool, size_bytes: int) -> Block | None:
+    def take(self, pool: Pool, size_bytes: int) -> PoolBlock | None:
         """A block of new memory that holds `size_bytes`, in no list yet; None when the device is full."""
         return self._take_pages(pool, size_bytes) if pool.is_expandable else self._take_segment(pool, size_bytes)
 
@@ -68,7 +68,7 @@ class Segments:
                 pool.unmapped.remove(block)
                 self.num_segments -= 1
 
-    def adopt(self, pool: Pool, address: int, size_bytes: int, used: Sequence[tuple[int, int]]) -> list[Block]:
+    def adopt(self, pool: Pool, address: int, size_bytes: int, used: Sequence[tuple[int, int]]) -> list[PoolBlock]:
         """A segment that is there already, with ranges (address, bytes) of it in use; returns the blocks of those.
 
         Of an expandable one: pages that are mapped; those that come first are where the segment begins.
@@ -86,7 +86,7 @@ class Segments:
         self._hold(pool, address, size_bytes, "segment_map")
         return _carve(space, used)
 
-    def _take_segment(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _take_segment(self, pool: Pool, size_bytes: int) -> PoolBlock | None:
         """A new segment (`alloc_block`)."""
         segment_bytes = segment_size(size_bytes)
         if self.reserved + segment_bytes > self.capacity_bytes:
@@ -98,7 +98,7 @@ class Segments:
             address = self.place(pool, segment_bytes)
         return self._add(pool, address, segment_bytes)
 
-    def _add(self, pool: Pool, address: int, segment_bytes: int) -> Block:
+    def _add(self, pool: Pool, address: int, segment_bytes: int) -> PoolBlock:
         pool.num_segments += 1
         pool.num_segments_taken += 1
         self.num_segments += 1
@@ -106,7 +106,7 @@ class Segments:
             self.num_oversize += 1
             self.num_oversize_taken += 1
         self._hold(pool, address, segment_bytes, "segment_alloc")
-        return Block(pool, address, segment_bytes, IN_USE)
+        return PoolBlock(pool, address, segment_bytes, IN_USE)
 
     def release_oversize(self, pool: Pool, size_bytes: int) -> bool:
         """Return enough oversize blocks for a request: the smallest sufficient one, or else the largest ones.
@@ -153,7 +153,7 @@ class Segments:
                     kept.append(block)
             blocks = kept
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: PoolBlock) -> None:
         pool = block.pool
         pool.remove(block)
         self.num_segments -= 1
@@ -162,7 +162,7 @@ class Segments:
             self.num_oversize -= 1
         self._hold(pool, block.address, -block.size, "segment_free")
 
-    def _take_pages(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _take_pages(self, pool: Pool, size_bytes: int) -> PoolBlock | None:
         """Maps as many pages as the block needs (`try_allocate_expandable_block`).
 
         A failure may leave pages mapped that were mapped before the device was full, as upstream does.
@@ -181,7 +181,7 @@ class Segments:
         pool.remove(block)
         return block
 
-    def _find_room(self, pool: Pool, size_bytes: int) -> Block:
+    def _find_room(self, pool: Pool, size_bytes: int) -> PoolBlock:
         """First block, by address, of a run of free and unmapped blocks large enough (`find_expandable_block`)."""
         for unmapped in pool.unmapped:
             first = unmapped
@@ -197,15 +197,15 @@ class Segments:
                 return first
         return self._open(pool, 0 if self.place is None else self.place(pool, 0))
 
-    def _open(self, pool: Pool, address: int) -> Block:
+    def _open(self, pool: Pool, address: int) -> PoolBlock:
         """Address space that begins there, with no memory behind it yet."""
         pool.origin = address
-        segment = Block(pool, address, ADDRESS_SPACE_BYTES, UNMAPPED)
+        segment = PoolBlock(pool, address, ADDRESS_SPACE_BYTES, UNMAPPED)
         pool.unmapped.append(segment)
         self.num_segments += 1
         return segment
 
-    def _map(self, block: Block, size_bytes: int) -> bool:
+    def _map(self, block: PoolBlock, size_bytes: int) -> bool:
         """Put pages behind the start of an unmapped block; False when the device is full (`map_block`)."""
         pool = block.pool
         mapped_bytes = -(-size_bytes // pool.page_bytes) * pool.page_bytes
@@ -218,7 +218,7 @@ class Segments:
         pool.insert_merged(block)
         return True
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: PoolBlock) -> None:
         """Take the pages away that lie wholly inside a free block (`unmap_block`)."""
         pool = block.pool
         end = block.address + block.size
@@ -230,7 +230,7 @@ class Segments:
         if first > block.address:
             # The segment begins with a page, so that something lies before a block that doesn't.
             assert block.prev is not None
-            before = Block(pool, block.address, first - block.address, IN_USE)
+            before = PoolBlock(pool, block.address, first - block.address, IN_USE)
             before.link_after(block.prev)
             pool.insert(before)
         if end > last:
@@ -269,7 +269,7 @@ def choose_growing(pool: Pool, index: int) -> int:
     return index
 
 
-def _carve(block: Block, used: Sequence[tuple[int, int]]) -> list[Block]:
+def _carve(block: PoolBlock, used: Sequence[tuple[int, int]]) -> list[PoolBlock]:
     """Cuts a block, in no list yet, at the ranges in use, whose blocks it returns; the rest of it becomes free."""
     pool, blocks = block.pool, []
     for address, size_bytes in sorted(used):
@@ -286,17 +286,17 @@ def _carve(block: Block, used: Sequence[tuple[int, int]]) -> list[Block]:
     return blocks
 
 
-def _whole_segments(pool: Pool) -> list[Block]:
+def _whole_segments(pool: Pool) -> list[PoolBlock]:
     return [block for block in pool.free_blocks() if block.prev is None and block.next is None]
 
 
-def _size_when_grown(block: Block) -> int:
+def _size_when_grown(block: PoolBlock) -> int:
     following = block.next
     if following is not None and following.state == UNMAPPED:
         return block.size + following.size
     return block.size
 
 
-def _insert_unmapped(pool: Pool, block: Block) -> None:
+def _insert_unmapped(pool: Pool, block: PoolBlock) -> None:
     pool.unmapped.append(block)
     pool.unmapped.sort(key=lambda unmapped: unmapped.address)

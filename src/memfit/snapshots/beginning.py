@@ -24,8 +24,8 @@ from memfit.snapshots.reader import (
     SEGMENT_MAPPED,
     SEGMENT_UNMAPPED,
     Event,
+    MemorySnapshot,
     Segment,
-    Snapshot,
 )
 
 _OF_BLOCKS = (ALLOCATED, FREE_REQUESTED, FREE_COMPLETED)
@@ -66,7 +66,7 @@ class _OldBlock:
 
 
 def find_beginning(
-    snapshot: Snapshot, events: Sequence[Event], rounded: Callable[[int], int], max_split_bytes: int
+    snapshot: MemorySnapshot, events: Sequence[Event], rounded: Callable[[int], int], max_split_bytes: int
 ) -> State:
     """What was there before the first event; `rounded` makes a block's bytes of a request's."""
     at_end = [segment for segment in snapshot.segments if segment.device == events[0].device]

@@ -21,7 +21,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.snapshots.alignment import align
 from memfit.snapshots.allocations import Allocation, real_allocations, simulated_allocations
-from memfit.snapshots.reader import Snapshot
+from memfit.snapshots.reader import MemorySnapshot
 from memfit.snapshots.replay import replay_snapshot
 
 _GRAM = 8
@@ -35,7 +35,7 @@ _NEAR = 200
 _NUM_SIZES = 3
 
 
-class Kind(StrEnum):
+class DifferenceKind(StrEnum):
     """Kinds of differences between a snapshot and a simulation."""
 
     MISSING = "missing"  # the device was asked for it, the simulation was not
@@ -49,7 +49,7 @@ class Kind(StrEnum):
 class Group:
     """Allocations that differ in the same way and come from the same operator and line."""
 
-    kind: Kind
+    kind: DifferenceKind
     op: str  # operator, such as "aten.bmm", or ""
     source: str  # line outside of PyTorch, or ""
     place: str  # autograd node of a real one, module of a simulated one, or ""
@@ -152,7 +152,7 @@ class Simulated:
 
 
 def compare_with(
-    snapshot: Snapshot, simulated: Simulated, device: int | None = None, versions: dict[str, str] | None = None
+    snapshot: MemorySnapshot, simulated: Simulated, device: int | None = None, versions: dict[str, str] | None = None
 ) -> SnapshotDifference:
     """How a history differs from a simulation.
 
@@ -290,7 +290,7 @@ class _Comparison:
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        snapshot: MemorySnapshot,
         simulated: Simulated,
         sides: tuple[Sequence[Allocation], Sequence[Allocation]],
         pairs: list[tuple[int, int]],
@@ -300,7 +300,7 @@ class _Comparison:
         self._snapshot, self._simulated = snapshot, simulated
         self._real, self._window = sides
         self._pairs, self._levels, self._before = pairs, levels, before
-        self._groups: dict[tuple[Kind, str, str, str, str], tuple[list[int], list[int]]] = {}
+        self._groups: dict[tuple[DifferenceKind, str, str, str, str], tuple[list[int], list[int]]] = {}
         aligned = {one for one, _ in pairs}
         others = {other for _, other in pairs}
         firsts, seconds = [one for one, _ in pairs], [other for _, other in pairs]
@@ -361,7 +361,7 @@ class _Comparison:
         left = len(self._real) - 1 - self._pairs[-1][0]
         return left > len(self._real) // 50 and self._window[-1].start == self._simulated.timeline.blocks[-1].start
 
-    def _add(self, kind: Kind, one: Allocation, peak_bytes: int) -> None:
+    def _add(self, kind: DifferenceKind, one: Allocation, peak_bytes: int) -> None:
         key = (kind, one.op, one.source, one.place, one.function)
         sizes, peaks = self._groups.setdefault(key, ([], []))
         sizes.append(one.size_bytes)
@@ -377,14 +377,14 @@ class _Comparison:
         others = {other for _, other in self._pairs} | {other for _, other in self._moved}
         for index, one in enumerate(self._real):
             if index not in known:
-                self._add(Kind.MISSING, one, one.size_bytes * _is_live(one, self._peak))
+                self._add(DifferenceKind.MISSING, one, one.size_bytes * _is_live(one, self._peak))
         for index, one in enumerate(self._window):
             if index not in others:
-                self._add(Kind.INVENTED, one, -one.size_bytes * _is_live(one, self._peak_tick))
+                self._add(DifferenceKind.INVENTED, one, -one.size_bytes * _is_live(one, self._peak_tick))
         for index, other in self._moved:
             one = self._real[index]
             held = _is_live(one, self._peak) - _is_live(self._window[other], self._peak_tick)
-            self._add(Kind.MOVED, one, held * one.size_bytes)
+            self._add(DifferenceKind.MOVED, one, held * one.size_bytes)
         self._group_lifetimes()
 
     def _group_lifetimes(self) -> None:
@@ -399,7 +399,7 @@ class _Comparison:
             end = bisect_left(starts, block.end) if within and block.end is not None else num_pairs
             if real_end != end:
                 held = _is_live(one, self._peak) - _is_live(block, self._peak_tick)
-                kind = Kind.KEPT_LONGER if real_end > end else Kind.FREED_EARLIER
+                kind = DifferenceKind.KEPT_LONGER if real_end > end else DifferenceKind.FREED_EARLIER
                 self._add(kind, one, held * one.size_bytes)
 
 

@@ -56,7 +56,7 @@ _HOW = (
 )
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """One line of a stack: the innermost comes first."""
 
     name: str
@@ -85,7 +85,7 @@ class Event:
     raw: Mapping[str, Any] = field(repr=False, compare=False)
 
     @property
-    def frames(self) -> tuple[Frame, ...]:
+    def frames(self) -> tuple[StackFrame, ...]:
         """The stack at the event, innermost first; empty where none was recorded."""
         return _frames(self.raw.get("frames"))
 
@@ -106,7 +106,7 @@ class SnapshotBlock:
         return self.state == "active_allocated"
 
     @property
-    def frames(self) -> tuple[Frame, ...]:
+    def frames(self) -> tuple[StackFrame, ...]:
         """The stack at its allocation, innermost first; empty where none was recorded."""
         return _frames(self.raw.get("frames"))
 
@@ -126,7 +126,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MemorySnapshot:
     """A file of a snapshot: what lived at its end, and what had happened, for each device."""
 
     path: Path
@@ -176,7 +176,7 @@ class Snapshot:
         return self.histories[device]
 
 
-def read_snapshot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Snapshot:
+def read_snapshot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> MemorySnapshot:
     """Reads a snapshot, compressed or not.
 
     Raises:
@@ -236,7 +236,7 @@ def _opened_zip(file: BufferedReader) -> Any:
     return archive.open(saved[0])
 
 
-def _parse(path: Path, content: Any, num_bytes: int) -> Snapshot:
+def _parse(path: Path, content: Any, num_bytes: int) -> MemorySnapshot:
     if (
         isinstance(content, Sequence)
         and content
@@ -262,7 +262,7 @@ def _parse(path: Path, content: Any, num_bytes: int) -> Snapshot:
             f"{path} is a memory snapshot in a form that isn't known ({type(error).__name__}: {error}); "
             "those of PyTorch 2.1 and later are."
         ) from None
-    return Snapshot(path, segments, histories, settings)
+    return MemorySnapshot(path, segments, histories, settings)
 
 
 def _event(raw: Mapping[str, Any], device: int) -> Event:
@@ -300,9 +300,9 @@ def _segment(raw: Mapping[str, Any]) -> Segment:
     )
 
 
-def _frames(raw: Any) -> tuple[Frame, ...]:
+def _frames(raw: Any) -> tuple[StackFrame, ...]:
     try:
-        return tuple(Frame(_text(one["name"]), _text(one["filename"]), _number(one["line"])) for one in raw or ())
+        return tuple(StackFrame(_text(one["name"]), _text(one["filename"]), _number(one["line"])) for one in raw or ())
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadFile(
             f"a memory snapshot has a stack in a form that isn't known ({type(error).__name__}: {error})."

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from memfit.allocator.caching import NO_POOL_ID, CachingAllocator, PoolId, StreamPools
-from memfit.allocator.pool import ADDRESS_BITS, Block, Pool
+from memfit.allocator.pool import ADDRESS_BITS, Pool, PoolBlock
 from memfit.allocator.rounding import NO_LIMIT, SMALL_BYTES, round_size
 from memfit.core.errors import BadFile
 from memfit.core.replay import AllocatorOptions
@@ -32,7 +32,7 @@ from memfit.snapshots.reader import (
     SEGMENT_MAPPED,
     SEGMENT_UNMAPPED,
     Event,
-    Snapshot,
+    MemorySnapshot,
 )
 
 _GROWS = (SEGMENT_ALLOCATED, SEGMENT_MAPPED)
@@ -101,7 +101,9 @@ class SnapshotReplay:
         )
 
 
-def replay_snapshot(snapshot: Snapshot, device: int | None = None, *, driver_addresses: bool = False) -> SnapshotReplay:
+def replay_snapshot(
+    snapshot: MemorySnapshot, device: int | None = None, *, driver_addresses: bool = False
+) -> SnapshotReplay:
     """Replays the history of a device; without a number, of the only one that has any.
 
     Raises:
@@ -118,7 +120,7 @@ def replay_snapshot(snapshot: Snapshot, device: int | None = None, *, driver_add
         ) from error
 
 
-def options_of(snapshot: Snapshot, events: Sequence[Event]) -> AllocatorOptions:
+def options_of(snapshot: MemorySnapshot, events: Sequence[Event]) -> AllocatorOptions:
     """The settings with which a history was recorded; without them, the defaults and what the segments show.
 
     Divisions are left to `divisions_of`, because they may differ by size. Garbage is collected only where a program
@@ -134,7 +136,7 @@ def options_of(snapshot: Snapshot, events: Sequence[Event]) -> AllocatorOptions:
     )
 
 
-def _private_pools_grow(snapshot: Snapshot, events: Sequence[Event]) -> bool:
+def _private_pools_grow(snapshot: MemorySnapshot, events: Sequence[Event]) -> bool:
     """Whether private pools have expandable segments where others do: they have no plain ones."""
     private = [one for one in snapshot.segments if one.pool != NO_POOL_ID and one.device == events[0].device]
     named = any(event.action == SEGMENT_ALLOCATED and pool_id_of(event) not in (None, NO_POOL_ID) for event in events)
@@ -155,7 +157,7 @@ def _number(values: Mapping[str, Any], name: str, default: int) -> int:
     return value if type(value) is int else default
 
 
-def _check(snapshot: Snapshot, events: Sequence[Event]) -> None:
+def _check(snapshot: MemorySnapshot, events: Sequence[Event]) -> None:
     """Refuses what no device does, before anything is computed of it."""
     limit = 1 << ADDRESS_BITS - 1
     changes = (*_GROWS, *_SHRINKS)
@@ -178,7 +180,7 @@ def _check(snapshot: Snapshot, events: Sequence[Event]) -> None:
 class _Replaying:
     """One run of the model over a history, with the device's own segments beside it."""
 
-    def __init__(self, snapshot: Snapshot, events: Sequence[Event], driver_addresses: bool) -> None:
+    def __init__(self, snapshot: MemorySnapshot, events: Sequence[Event], driver_addresses: bool) -> None:
         self._settings, self._events = snapshot.settings, events
         self._model = CachingAllocator(options_of(snapshot, events), None)
         self._model.private_pools_grow = _private_pools_grow(snapshot, events)
@@ -186,8 +188,8 @@ class _Replaying:
         self._completes = any(event.action == FREE_COMPLETED for event in events)
         self._source = self._model.source
         self._max_split_bytes = self._model.max_split_bytes
-        self._held: dict[int, Block] = {}
-        self._waiting: dict[int, Block] = {}
+        self._held: dict[int, PoolBlock] = {}
+        self._waiting: dict[int, PoolBlock] = {}
         # The real segments since the last request, and the model's.
         self._batch: list[Event] = []
         self._changes: list[_Change] = []

@@ -6,9 +6,9 @@ from typing import Any
 from memfit.allocator.rounding import NO_LIMIT, round_size
 from memfit.core.units import MIB
 from memfit.snapshots.beginning import State, find_beginning
-from memfit.snapshots.reader import Snapshot
+from memfit.snapshots.reader import MemorySnapshot
 
-Saved = Callable[[dict[str, Any]], Snapshot]
+Saved = Callable[[dict[str, Any]], MemorySnapshot]
 A = 1 << 40
 
 

@@ -8,7 +8,7 @@ from memfit.core.errors import BadFile
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.units import MIB
-from memfit.snapshots.difference import Kind, Simulated, SnapshotDifference, compare_with
+from memfit.snapshots.difference import DifferenceKind, Simulated, SnapshotDifference, compare_with
 from memfit.snapshots.reader import read_snapshot
 from tests.snapshot_files import written
 
@@ -78,7 +78,7 @@ def test_what_the_simulation_lacks_is_missing_with_its_effect_on_the_peak(tmp_pa
 
     # THEN the last layer's block is missing in both steps, and lived at the peak of one
     [group] = result.groups
-    assert (group.kind, group.op, group.source, group.count) == (Kind.MISSING, "aten.add", "train.py:29", 2)
+    assert (group.kind, group.op, group.source, group.count) == (DifferenceKind.MISSING, "aten.add", "train.py:29", 2)
     assert (group.size_bytes, group.sizes, group.peak_bytes) == (42 * MIB, ((21 * MIB, 2),), 21 * MIB)
     assert (result.num_missing, result.num_invented) == (2, 0)
 
@@ -87,7 +87,12 @@ def test_what_the_device_lacks_is_invented(tmp_path):
     result = compared(steps(2), steps(2), tmp_path, keeps=lambda block: block.source != "train.py:12")
 
     [group] = result.groups
-    assert (group.kind, group.source, group.count, group.peak_bytes) == (Kind.INVENTED, "train.py:12", 2, -4 * MIB)
+    assert (group.kind, group.source, group.count, group.peak_bytes) == (
+        DifferenceKind.INVENTED,
+        "train.py:12",
+        2,
+        -4 * MIB,
+    )
 
 
 def test_a_history_that_began_late_is_found_in_the_last_step_like_it(tmp_path):
@@ -134,7 +139,7 @@ def test_the_same_in_another_order(tmp_path):
 
     assert result.num_moved == 4
     assert (result.num_missing, result.num_invented) == (0, 0)
-    assert Kind.MOVED in {group.kind for group in result.groups}
+    assert DifferenceKind.MOVED in {group.kind for group in result.groups}
 
 
 def test_what_is_freed_at_another_time(tmp_path):
@@ -151,7 +156,7 @@ def test_what_is_freed_at_another_time(tmp_path):
     blocks = [replace(b, start=ticks[n, 1], end=ticks.get((n, 0))) for n, b in enumerate(late)]
     result = compared(steps(2), Timeline(tuple(blocks), len(events)), tmp_path)
 
-    assert kinds(result) == {(Kind.FREED_EARLIER, "aten.sum", "train.py:5", 2)}
+    assert kinds(result) == {(DifferenceKind.FREED_EARLIER, "aten.sum", "train.py:5", 2)}
 
 
 def test_too_few_simulated_steps_are_told(tmp_path):

@@ -12,7 +12,7 @@ import zipfile
 import pytest
 
 from memfit.core.errors import BadFile
-from memfit.snapshots.reader import Frame, read_snapshot
+from memfit.snapshots.reader import StackFrame, read_snapshot
 
 
 class RunsCode:
@@ -79,13 +79,13 @@ def test_events_segments_and_settings(write, pack):
     # THEN everything is in it
     first, second = snapshot.history()
     assert (first.action, first.address, first.size_bytes, first.stream, first.device) == ("alloc", 4096, 100, 0, 0)
-    assert first.frames == (Frame("at::empty", "??", 0), Frame("step", "train.py", 7))
+    assert first.frames == (StackFrame("at::empty", "??", 0), StackFrame("step", "train.py", 7))
     assert [frame.is_python for frame in first.frames] == [False, True]
     assert (second.action, second.address, second.frames) == ("oom", None, ())
     (segment,) = snapshot.segments
     assert (segment.total_bytes, segment.pool, segment.kind) == (2097152, (0, 0), "small")
     assert [(block.address, block.is_allocated) for block in segment.blocks] == [(4096, True), (4608, False)]
-    assert segment.blocks[0].frames == (Frame("f", "a.py", 3),)
+    assert segment.blocks[0].frames == (StackFrame("f", "a.py", 3),)
     assert snapshot.settings == {"max_split_size": -1}
     assert snapshot.devices == (0,)
 

@@ -10,10 +10,10 @@ import pytest
 from memfit.core.errors import BadFile
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import GIB, MIB
-from memfit.snapshots.reader import Snapshot, read_snapshot
+from memfit.snapshots.reader import MemorySnapshot, read_snapshot
 from memfit.snapshots.replay import SnapshotReplay, divisions_of, options_of, replay_snapshot
 
-Saved = Callable[[dict[str, Any]], Snapshot]
+Saved = Callable[[dict[str, Any]], MemorySnapshot]
 
 
 def event(action: str, address: int, size_bytes: int, stream: int = 0, **more: Any) -> dict[str, Any]:

@@ -7,16 +7,16 @@ from memfit.core.printing import printable
 from memfit.core.units import format_size
 from memfit.reports.estimate.figures import package_version
 from memfit.reports.parts import Grid, Line, Part, Report
-from memfit.snapshots.difference import Group, Kind, SnapshotDifference
+from memfit.snapshots.difference import DifferenceKind, Group, SnapshotDifference
 
 _MEASURED, _SIMULATED = "measured", "simulated"
 _MOST_GROUPS = 12
 _TITLES = {
-    Kind.MISSING: "Missing: the GPU was asked for it, the simulation was not",
-    Kind.INVENTED: "Invented: the simulation was asked for it, the GPU was not",
-    Kind.MOVED: "In another order",
-    Kind.KEPT_LONGER: "Kept longer by the GPU than by the simulation",
-    Kind.FREED_EARLIER: "Freed earlier by the GPU than by the simulation",
+    DifferenceKind.MISSING: "Missing: the GPU was asked for it, the simulation was not",
+    DifferenceKind.INVENTED: "Invented: the simulation was asked for it, the GPU was not",
+    DifferenceKind.MOVED: "In another order",
+    DifferenceKind.KEPT_LONGER: "Kept longer by the GPU than by the simulation",
+    DifferenceKind.FREED_EARLIER: "Freed earlier by the GPU than by the simulation",
 }
 
 
@@ -93,7 +93,7 @@ def _signed(size_bytes: int) -> str:
     return "0" if not size_bytes else ("+" if size_bytes > 0 else "-") + format_size(abs(size_bytes))
 
 
-def groups_of(result: SnapshotDifference, kind: Kind) -> Sequence[Group]:
+def groups_of(result: SnapshotDifference, kind: DifferenceKind) -> Sequence[Group]:
     """The groups that differ in one way."""
     return [group for group in result.groups if group.kind is kind]
 

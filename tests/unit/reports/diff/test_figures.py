@@ -4,10 +4,18 @@ import pytest
 
 from memfit.reports.diff import figures
 from memfit.reports.page import render_page
-from memfit.snapshots.difference import Group, Kind, Levels, SnapshotDifference
+from memfit.snapshots.difference import DifferenceKind, Group, Levels, SnapshotDifference
 
 MISSING = Group(
-    Kind.MISSING, "aten.sum", "net.py:3", "", "at::native::gpu_reduce_kernel", 5, 5000, ((1000, 4), (1000, 1)), 1000
+    DifferenceKind.MISSING,
+    "aten.sum",
+    "net.py:3",
+    "",
+    "at::native::gpu_reduce_kernel",
+    5,
+    5000,
+    ((1000, 4), (1000, 1)),
+    1000,
 )
 
 
@@ -15,7 +23,7 @@ MISSING = Group(
 def result():
     real = Levels(1000, 0, 2**30, 2**30, 2**30)
     simulated = Levels(997, 0, 2**30 - 2**20, 2**30, 2**29)
-    invented = Group(Kind.INVENTED, "aten.clone", "", "net.0", "", 2, 64, ((32, 2),), -64)
+    invented = Group(DifferenceKind.INVENTED, "aten.clone", "", "net.0", "", 2, 64, ((32, 2),), -64)
     groups = (MISSING, invented)
     return SnapshotDifference("s.pickle", "train.py", "a GPU", real, simulated, 995, 0, groups, True, 1000, 0, 2, False)
 
