@@ -27,11 +27,11 @@ def test_plain_data_in_every_protocol(protocol):
 
 def test_text_in_another_encoding_gets_question_marks():
     # GIVEN a path in Latin-1, as PyTorch writes it, twice
-    name = "/home/andr\u00e9/train.py".encode("latin-1")
+    name = "caf\u00e9/train.py".encode("latin-1")
     text = b"X" + struct.pack("<I", len(name)) + name
     data = b"\x80\x02](" + text + b"q\x01h\x01" + text + b"e."
 
-    assert load_plain(data) == ["/home/andr?/train.py"] * 3
+    assert load_plain(data) == ["caf?/train.py"] * 3
 
 
 class RunsCode:
