@@ -90,6 +90,8 @@ class CudaInternals:
                 attention_kernels.efficient_backward(args, self._capability)
             ),
             "aten::native_layer_norm_backward": self._layer_norm_backward,
+            "aten::native_group_norm": _group_norm,
+            "aten::native_group_norm_backward": _group_norm_backward,
             "aten::_foreach_norm": _norms,
             **self._reductions.table(),
         }
@@ -214,6 +216,25 @@ def capability_name(capability: tuple[int, int]) -> str:
 def _contiguous_copies(operands: tuple[Any, ...]) -> list[int]:
     """Copies of operands whose rows don't lie one after another."""
     return [size_bytes(tensor) for tensor in operands if not tensor.is_contiguous()]
+
+
+def _group_norm(args: Arguments, out: Any) -> list[int]:
+    """A factor and a summand for each channel of each sample, where there are weights (group_norm_kernel.cu)."""
+    tensor, weight, bias, samples, channels, positions = args[:6]
+    if positions == 1 or (weight is None and bias is None):
+        return []
+    return [samples * channels * max(4, tensor.element_size())] * 2
+
+
+def _group_norm_backward(args: Arguments, out: Any) -> list[int]:
+    """Two sums for each channel of each sample; then, for its gradient, two terms for each group and the factors."""
+    tensor, weight = args[1], args[4]
+    samples, channels, positions, groups = args[5:9]
+    size = max(4, tensor.element_size())
+    sums, terms = [samples * channels * size] * 2, [samples * groups * size] * 2
+    if positions == 1 or out[0] is None:
+        return sums
+    return [*sums, *terms, *(sums[:1] if weight is not None else [])]
 
 
 def _norms(args: Arguments, out: Any) -> list[int]:

@@ -97,6 +97,27 @@ def test_the_state_of_attention_s_random_numbers_is_on_the_device_in_some_releas
     assert attention_outputs(dtype, torch_version, **options) == sizes
 
 
+def test_group_norm_has_numbers_of_channels_and_groups():
+    # GIVEN three samples of eight channels in two groups
+    traced = run(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)), torch.empty(3, 8, 5, 5))
+
+    # THEN there are two numbers for each channel, and in the backward pass three, with two for each group
+    channels, groups = 3 * 8 * 4, 3 * 2 * 4
+    assert workspaces(made_in(traced, Phase.FORWARD), "native_group_norm") == [channels] * 2
+    sizes = workspaces(made_in(traced, Phase.BACKWARD), "native_group_norm_backward")
+    assert sizes == [channels, channels, groups, groups, channels]
+
+
+def test_group_norm_without_weights_or_positions_has_fewer():
+    plain = run(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8, affine=False)), torch.empty(3, 8, 5, 5))
+    flat = run(nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8)), torch.empty(3, 8))
+
+    assert workspaces(made_in(plain, Phase.FORWARD), "native_group_norm") == []
+    assert workspaces(made_in(plain, Phase.BACKWARD), "native_group_norm_backward") == [96, 96, 24, 24]
+    assert workspaces(made_in(flat, Phase.FORWARD), "native_group_norm") == []
+    assert workspaces(made_in(flat, Phase.BACKWARD), "native_group_norm_backward") == [96, 96]
+
+
 def test_the_gradient_of_flash_attention_accumulates_in_float32():
     # GIVEN a length that is no multiple of 128 and a head that is no multiple of 32
     data = torch.empty(2, 3, 100, 40, dtype=torch.float16)
