@@ -22,6 +22,7 @@ from memfit.core.typed_data import checked, header, made_of, reading
 from memfit.snapshots.alignment import align
 from memfit.snapshots.allocations import Allocation, real_allocations, simulated_allocations
 from memfit.snapshots.reader import MemorySnapshot
+from memfit.snapshots.release import releases_of
 from memfit.snapshots.replay import replay_snapshot
 
 _GRAM = 8
@@ -90,6 +91,7 @@ class SnapshotDifference(Reported):
         last_step: of the simulation, in the compared part.
         ends_early: whether the history goes on after the end of the simulation.
         versions: of what the simulation ran with, such as {"torch": "2.9.0"}.
+        releases: of PyTorch that have the lines of the history's stacks, such as "2.6"; none where they tell nothing.
     """
 
     reporters: ClassVar = Reporters[Any]()
@@ -108,6 +110,7 @@ class SnapshotDifference(Reported):
     last_step: int
     ends_early: bool
     versions: dict[str, str] = field(default_factory=dict)
+    releases: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """How much is the same."""
@@ -187,7 +190,7 @@ def compare_with(
         pairs = [(one, other - cut) for one, other in pairs]
     window = window[: pairs[-1][1] + 1]
     return _Comparison(snapshot, simulated, (real, window), pairs, replay.levels, replay.before).result(
-        is_whole, versions or {}
+        is_whole, versions or {}, tuple(".".join(map(str, release)) for release in releases_of(events))
     )
 
 
@@ -321,7 +324,7 @@ class _Comparison:
         last = bisect_right([self._real[one].start for one in firsts], self._peak) - 1
         self._peak_tick = self._window[seconds[max(last, 0)]].start
 
-    def result(self, is_whole: bool, versions: dict[str, str]) -> SnapshotDifference:
+    def result(self, is_whole: bool, versions: dict[str, str], releases: tuple[str, ...]) -> SnapshotDifference:
         """The difference."""
         self._group_all()
         replay, timeline = self._simulated.replay, self._simulated.timeline
@@ -354,6 +357,7 @@ class _Comparison:
             last_step=timeline.mark_at(self._window[-1].start).step,
             ends_early=self._ends_early(),
             versions=versions,
+            releases=releases,
         )
 
     def _ends_early(self) -> bool:

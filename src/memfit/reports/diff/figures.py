@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memfit.core.printing import printable
+from memfit.core.stack import read_version
 from memfit.core.units import format_size
 from memfit.reports.estimate.figures import package_version
 from memfit.reports.parts import Grid, Line, Part, Report
@@ -45,6 +46,14 @@ def details(result: SnapshotDifference) -> list[str]:
     lines = [counts, f"history {begins}; compared with {steps} of {printable(result.subject)} on {result.device}"]
     if not result.num_operators:
         lines.append("the history has no C++ frames, so that its operators are unknown: record with stacks='all'")
+    simulated = result.versions.get("stack", "")
+    release = ".".join(map(str, read_version(simulated.removeprefix("torch"))[:2]))
+    if result.releases and release and release not in result.releases:
+        made = " or ".join(map(printable, result.releases))
+        lines.append(
+            f"made with PyTorch {made} by the lines of its stacks, simulated with {printable(simulated)}: name its "
+            f"versions, such as --stack torch{printable(result.releases[0])}"
+        )
     if result.ends_early:
         lines.append("the history goes on after what was simulated: simulate more with --steps")
     return lines

@@ -52,6 +52,22 @@ def test_what_a_history_lacks_is_said(result):
     assert any("begun later" in line and "with set-up of" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("stack", "releases", "is_told"),
+    [
+        ("torch2.13.0-cu130", ("2.1",), True),
+        ("torch2.13.0-cu130", ("2.12", "2.13"), False),
+        ("torch2.6-cu124", ("2.6",), False),
+        ("torch2.6-cu124", (), False),
+        ("", ("2.6",), False),
+    ],
+)
+def test_a_snapshot_of_another_release_is_told(result, stack, releases, is_told):
+    lines = figures.details(replace(result, versions={"stack": stack}, releases=releases))
+
+    assert any("made with PyTorch 2.1 by" in line and "--stack torch2.1" in line for line in lines) == is_told
+
+
 def test_the_same_is_good_news(result):
     same = replace(result, simulated=result.real, num_aligned=1000, groups=())
 
