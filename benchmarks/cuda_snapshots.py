@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.reporting import ROOT, Bar, bullets, publish, table
 from memfit.core.errors import MemfitError
 from memfit.core.units import MIB
-from memfit.snapshots.reader import Snapshot, read_snapshot
+from memfit.snapshots.reader import MemorySnapshot, read_snapshot
 from memfit.snapshots.replay import SnapshotReplay, replay_snapshot
 
 DEFAULT_FOLDER = ROOT.parent / "shared" / "data" / "cuda_snapshots"
@@ -31,7 +31,7 @@ class Outcome:
     placed: SnapshotReplay
 
 
-def outcomes_of(name: str, snapshot: Snapshot) -> list[Outcome]:
+def outcomes_of(name: str, snapshot: MemorySnapshot) -> list[Outcome]:
     """Each device of a snapshot that has a history."""
     recorded = [device for device, events in enumerate(snapshot.histories) if events]
     if not recorded:

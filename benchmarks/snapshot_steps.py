@@ -22,7 +22,7 @@ from benchmarks.reporting import Bar, bullets, percent, publish, table
 from benchmarks.snapshot_models.programs import Program, program_of
 from memfit.core.errors import MemfitError
 from memfit.core.units import MIB
-from memfit.snapshots.difference import Kind, SnapshotDifference
+from memfit.snapshots.difference import DifferenceKind, SnapshotDifference
 
 _MOST_GROUPS = 12
 _RESERVED_ERROR = 0.005
@@ -112,7 +112,7 @@ def sections(results: list[tuple[str, Program, SnapshotDifference]]) -> list[str
     sizes: Counter[tuple[str, str, str]] = Counter()
     for _, program, one in results:
         for group in one.groups:
-            if group.kind in (Kind.MISSING, Kind.INVENTED) and program.has_events:
+            if group.kind in (DifferenceKind.MISSING, DifferenceKind.INVENTED) and program.has_events:
                 key = (group.kind.value, group.op or "(gradient)", group.function.rpartition("::")[2] or "output")
                 counts[key] += group.count
                 sizes[key] += group.size_bytes

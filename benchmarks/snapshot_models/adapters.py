@@ -96,6 +96,19 @@ class Norm(nn.Module):
         return self.weight * x
 
 
+def _tables(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines; what they are made of is held until both are there."""
+    positions = positions[:, None, :].float()
+    angles = (frequencies[None, :, None] @ positions).transpose(1, 2)
+    pairs = torch.cat((angles, angles), dim=-1)
+    return pairs.cos().unsqueeze(1), pairs.sin().unsqueeze(1)
+
+
+def _with_positions(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """Both are held by their caller until it has the two results."""
+    return query * cosine + _rotated(query) * sine, key * cosine + _rotated(key) * sine
+
+
 def _rotated(x: Tensor) -> Tensor:
     first, second = x[..., : _HEAD // 2], x[..., _HEAD // 2 :]
     return torch.cat((-second, first), dim=-1)
@@ -136,32 +149,29 @@ class Layer(nn.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)
         query = query.view(batch, length, HEADS, _HEAD).transpose(1, 2)
         key, value = (part.view(batch, length, KEY_HEADS, _HEAD).transpose(1, 2) for part in (key, value))
-        angles = (self.frequencies[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
-        angles = torch.cat((angles, angles), dim=-1)
-        cosine, sine = angles.cos(), angles.sin()
-        cosine, sine = cosine.unsqueeze(1), sine.unsqueeze(1)
-        query = query * cosine + _rotated(query) * sine
-        key = key * cosine + _rotated(key) * sine
-        key, value = _repeated(key), _repeated(value)
+        cosine, sine = _tables(self.frequencies, positions)
+        query, key = _with_positions(query, key, cosine, sine)
+        key = _repeated(key)
+        value = _repeated(value)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
 
 
 def adapter_step(length: int = 1000) -> None:
-    """A forward pass with labels and a backward pass, after a product that has made cuBLAS's workspace."""
+    """A forward pass with labels and a backward pass, after products that have made cuBLAS's two workspaces."""
     table = torch.empty(VOCABULARY, WIDTH, device=CUDA)
     head = torch.empty(VOCABULARY, WIDTH, device=CUDA)
     layers = nn.ModuleList(Layer() for _ in range(LAYERS))
     norm = Norm()
     ids = torch.zeros(1, length, dtype=torch.long, device=CUDA)
-    torch.mm(head[:1], head[:1].t())
+    torch.mm(head[:1].clone().requires_grad_(), head[:1].t()).sum().backward()
     x = F.embedding(ids, table).requires_grad_()
     states = [x]
     positions = torch.arange(length, device=CUDA)[None]
     for layer in layers:
         x = layer(x, positions)
     logits = F.linear(norm(x), head)
-    shifted = torch.ops.aten.slice(logits, 0, 0, sys.maxsize)[..., :-1, :]
+    shifted = logits[..., :-1, :]
     shifted = torch.ops.aten.slice(shifted, 2, 0, sys.maxsize)
     loss = F.cross_entropy(shifted.reshape(-1, VOCABULARY), ids[0, 1:])
     loss.backward()

@@ -35,7 +35,7 @@ _NIU = re.compile(r"niu_forward(_and_backward)?_(\d+)(_mixed_precision)?$")
 _KEEPS_GRAPH = {"linyun_xl_ctx128_forward_bf16_v2", "linyun_xl_ctx128_forward_none_v3"}
 _OTHERS = {
     # Quantized to 4 bits by its sizes, with float32 between; the libraries' versions are not known.
-    "ftcourse": Program(adapters.adapter_step, "t4", "torch2.1-cu121", peak_error=0.03, has_events=False),
+    "ftcourse": Program(adapters.adapter_step, "t4", "torch2.1-cu121", peak_error=0.03),
     "eor": Program(small.optimize_image, "titan-rtx", "torch2.2-cu121", has_events=False),
     "ckpttry_rm_save_to_frame": Program(
         small.checkpointed_perceptron,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.snapshots.difference import Group, Kind, Levels, SnapshotDifference
+from memfit.snapshots.difference import DifferenceKind, Group, Levels, SnapshotDifference
 from tests.browser import Browser
 
 pytestmark = pytest.mark.browser
@@ -13,9 +13,17 @@ pytestmark = pytest.mark.browser
 def test_tables_and_names_as_text(browser: Browser, tmp_path: Path) -> None:
     groups = (
         Group(
-            Kind.MISSING, "aten.sum", "<b id=planted>net.py</b>:3", "", "gpu_reduce_kernel", 5, 5000, ((1000, 5),), 1000
+            DifferenceKind.MISSING,
+            "aten.sum",
+            "<b id=planted>net.py</b>:3",
+            "",
+            "gpu_reduce_kernel",
+            5,
+            5000,
+            ((1000, 5),),
+            1000,
         ),
-        Group(Kind.INVENTED, "aten.clone", "net.py:4", "net.0", "", 2, 64, ((32, 2),), -64),
+        Group(DifferenceKind.INVENTED, "aten.clone", "net.py:4", "net.0", "", 2, 64, ((32, 2),), -64),
     )
     levels = Levels(1000, 0, 2**30, 2**30, 2**30)
     result = SnapshotDifference("s.pickle", "train.py", "a GPU", levels, levels, 995, 0, groups, True, 1, 0, 2, False)

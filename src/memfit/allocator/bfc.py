@@ -10,7 +10,7 @@ of `tsl/framework/bfc_allocator.cc`; its bins, powers of two, only make the sear
 from bisect import bisect_left
 from typing import final
 
-from memfit.allocator.pool import ADDRESS_BITS, FREE, IN_USE, Block, Pool
+from memfit.allocator.pool import ADDRESS_BITS, FREE, IN_USE, Pool, PoolBlock
 from memfit.core.units import MIB
 
 _ROUND_BYTES = 256
@@ -30,7 +30,7 @@ class BestFitAllocator:
         self._next_address = 0
         self.allocated = self.reserved = self.num_segments = 0
 
-    def malloc(self, size_bytes: int) -> Block | None:
+    def malloc(self, size_bytes: int) -> PoolBlock | None:
         """A block of at least so many bytes; None when out of memory."""
         size = -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES
         pool = self.pool
@@ -47,7 +47,7 @@ class BestFitAllocator:
         self.allocated += block.size
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: PoolBlock) -> None:
         """Gives a block of `malloc` back; it joins its free neighbours."""
         self.allocated -= block.size
         self.pool.insert_merged(block)
@@ -61,7 +61,7 @@ class BestFitAllocator:
         while self._region_bytes < size:
             self._region_bytes *= 2
         region_bytes = self._region_bytes if left is None else min(self._region_bytes, left)
-        self.pool.insert(Block(self.pool, self._next_address, region_bytes, FREE))
+        self.pool.insert(PoolBlock(self.pool, self._next_address, region_bytes, FREE))
         # A gap, so that regions can be told apart by their addresses.
         self._next_address += region_bytes + _ROUND_BYTES
         self.reserved += region_bytes

@@ -16,7 +16,7 @@ them again.
 from bisect import bisect_left, insort
 from typing import NamedTuple, final
 
-from memfit.allocator.pool import ADDRESS_BITS, FREE, IN_USE, Block, Pool
+from memfit.allocator.pool import ADDRESS_BITS, FREE, IN_USE, Pool, PoolBlock
 from memfit.allocator.rounding import (
     LARGE_SEGMENT_BYTES,
     MIN_BLOCK_BYTES,
@@ -25,7 +25,7 @@ from memfit.allocator.rounding import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
-from memfit.allocator.segments import ExpandableSegments, Segments, Source
+from memfit.allocator.segments import Segments, choose_growing
 from memfit.allocator.shared import SharedDevice
 from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions
@@ -54,27 +54,26 @@ class CachingAllocator:
         # In whole MiB as upstream (max_split_size_mb), which is why oversize blocks are never parts of a segment.
         split_limit = options.max_split_size_bytes
         max_split_bytes = NO_LIMIT if split_limit is None else split_limit // MIB * MIB
-        self.source: Source
-        self._choose = None
         self._is_expandable = options.expandable_segments
-        if options.expandable_segments:
-            self.source = ExpandableSegments(limit_bytes, fraction_set=self._collects)
-            self._choose = self.source.choose
-        else:
-            threshold_bytes = int(options.garbage_collection_threshold * limit_bytes) if self._collects else None
-            self.source = Segments(limit_bytes, max_split_bytes, threshold_bytes)
+        threshold_bytes = int(options.garbage_collection_threshold * limit_bytes) if self._collects else None
+        self.source = Segments(limit_bytes, max_split_bytes, threshold_bytes, fraction_set=self._collects)
         self.max_split_bytes = max_split_bytes
         self._oversize_key = max_split_bytes << ADDRESS_BITS
         # Those of no private pool, by stream; and those of each private pool.
         self._streams: dict[int, StreamPools] = {}
         self._private: dict[PoolId, dict[int, StreamPools]] = {}
         self._unused: set[PoolId] = set()
+        self.private_pools_grow = True
+        """Whether private pools have expandable segments, too, where others do; at first they had plain ones, of which
+        the rest was split off all the same (`alloc_block` and `should_split` of PyTorch 2.1)."""
+        self.is_capturing = False
+        """While a CUDA graph is captured, the cache is not released for a request that the device has no room for."""
         self._ages_together = False
         self.small, self.large = self.pools_of(0)
         self.allocated = 0
         self.num_retries = 0
         # Freed by the program, but still in use by another stream's work.
-        self._waiting: dict[Block, None] = {}
+        self._waiting: dict[PoolBlock, None] = {}
         self.shared: SharedDevice | None = None
         """The device, where other processes take memory of it, too."""
 
@@ -86,8 +85,9 @@ class CachingAllocator:
             remainder_bytes, below_bytes = SMALL_BYTES + 1, self.max_split_bytes
             if self._is_expandable:
                 remainder_bytes, below_bytes = MIN_BLOCK_BYTES, NO_LIMIT
-            small = Pool(SMALL_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT, stream)
-            large = Pool(LARGE_SEGMENT_BYTES, remainder_bytes, below_bytes, stream)
+            grows = self._is_expandable and (pool_id == NO_POOL_ID or self.private_pools_grow)
+            small = Pool(SMALL_SEGMENT_BYTES, MIN_BLOCK_BYTES, NO_LIMIT, stream, is_expandable=grows)
+            large = Pool(LARGE_SEGMENT_BYTES, remainder_bytes, below_bytes, stream, is_expandable=grows)
             pools = streams[stream] = StreamPools(small, large)
             self._ages_together = self._collects and len(self._streams) > 1
             if self._ages_together and streams is self._streams:
@@ -97,7 +97,7 @@ class CachingAllocator:
 
     def adopt(
         self, pools: StreamPools, is_large: bool, segment: tuple[int, int], used: list[tuple[int, int]]
-    ) -> list[Block]:
+    ) -> list[PoolBlock]:
         """A segment, or a mapped part of an expandable one, that is there already; returns its blocks in use.
 
         Ranges are (address, bytes). Parts of expandable segments come in the order of their addresses.
@@ -116,7 +116,7 @@ class CachingAllocator:
         """Those of every stream, then those of every private pool."""
         return [pools for streams in (self._streams, *self._private.values()) for pools in streams.values()]
 
-    def malloc(self, size: int, pools: StreamPools | None = None) -> Block | None:
+    def malloc(self, size: int, pools: StreamPools | None = None) -> PoolBlock | None:
         """A block of at least `size` bytes, a size that `round_size` made; None when out of memory.
 
         Without `pools` it is for the default stream.
@@ -130,8 +130,8 @@ class CachingAllocator:
         block = None
         index = bisect_left(keys, size << ADDRESS_BITS)
         if index < len(keys):
-            if self._choose is not None:
-                index = self._choose(pool, index)
+            if pool.is_expandable:
+                index = choose_growing(pool, index)
             key = keys[index]
             # A block of `max_split_size` or more is for requests of about its size (the end of `get_free_block`).
             if key < self._oversize_key or (
@@ -146,7 +146,7 @@ class CachingAllocator:
         remaining = block.size - size
         if remaining >= pool.split_remainder_bytes and size < pool.split_below_bytes:
             # Pool.insert and Block.link_after, written out because most allocations come here.
-            rest = Block(pool, block.address + size, remaining, FREE)
+            rest = PoolBlock(pool, block.address + size, remaining, FREE)
             rest.prev = block
             rest.next = after = block.next
             if after is not None:
@@ -161,23 +161,23 @@ class CachingAllocator:
         self.allocated += block.size
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: PoolBlock) -> None:
         """Give a block of `malloc` back to its pool."""
         self.allocated -= block.size
         block.pool.insert_merged(block)
 
-    def free_later(self, block: Block) -> None:
+    def free_later(self, block: PoolBlock) -> None:
         """The program has freed a block that another stream still uses (`record_stream`): nobody can have it yet."""
         self.allocated -= block.size
         self._waiting[block] = None
 
-    def complete(self, block: Block) -> None:
+    def complete(self, block: PoolBlock) -> None:
         """The other stream is done with a block of `free_later` (`process_events`); again: nothing happens."""
         if block in self._waiting:
             del self._waiting[block]
             block.pool.insert_merged(block)
 
-    def is_waiting(self, block: Block) -> bool:
+    def is_waiting(self, block: PoolBlock) -> bool:
         """Whether another stream still uses a block that the program has freed."""
         return block in self._waiting
 
@@ -210,7 +210,7 @@ class CachingAllocator:
         if self.shared is not None:
             self.shared.hold(self.source.reserved)
 
-    def _is_in(self, block: Block, pool_id: PoolId) -> bool:
+    def _is_in(self, block: PoolBlock, pool_id: PoolId) -> bool:
         return any(block.pool in pools for pools in self._private.get(pool_id, {}).values())
 
     def _release_private(self, pool_id: PoolId) -> None:
@@ -230,20 +230,20 @@ class CachingAllocator:
             for pools in self._streams.values():
                 pools[is_large].num_searches += pools is not own
 
-    def _grow(self, pool: Pool, size: int) -> Block | None:
+    def _grow(self, pool: Pool, size: int) -> PoolBlock | None:
         """A block from new memory, making room for it step by step (the middle of `malloc`)."""
         if self._collects:
             self.source.collect_garbage([self._streams[stream].large for stream in sorted(self._streams)])
         block = self._take(pool, size)
         if block is None and self.source.release_oversize(pool, size):
             block = self._take(pool, size)
-        if block is None:
+        if block is None and not self.is_capturing:
             self.release_cached()
             self.num_retries += 1
             block = self._take(pool, size)
         return block
 
-    def _take(self, pool: Pool, size: int) -> Block | None:
+    def _take(self, pool: Pool, size: int) -> PoolBlock | None:
         if self.shared is None:
             return self.source.take(pool, size)
         return self.shared.take(self.source, pool, size)

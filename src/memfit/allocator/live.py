@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import final
 
 from memfit.allocator.caching import CachingAllocator
-from memfit.allocator.pool import FREE, IN_USE, UNMAPPED, Block, Pool
+from memfit.allocator.pool import FREE, IN_USE, UNMAPPED, Pool, PoolBlock
 from memfit.allocator.rounding import (
     LARGE_SEGMENT_BYTES,
     MIN_BLOCK_BYTES,
@@ -83,7 +83,7 @@ class PoolStatistics:
         # Segments that are free as a whole; all other free blocks are inactive splits.
         self.num_whole = self.whole_bytes = 0
 
-    def count(self, block: Block, sign: int) -> None:
+    def count(self, block: PoolBlock, sign: int) -> None:
         """Books a block that was handed out (1) or is taken back (-1)."""
         self.allocation.add(sign)
         self.allocated_bytes.add(sign * block.size)
@@ -109,9 +109,9 @@ class LiveAllocator:
         self.limit_bytes: int | None = None
         """What the process allows itself, or None."""
         self._lock = threading.RLock()
-        self._waiting: deque[Block] = deque()
+        self._waiting: deque[PoolBlock] = deque()
         self._busy = False
-        self._live: set[Block] = set()
+        self._live: set[PoolBlock] = set()
         self._small, self._large, self._all = PoolStatistics(), PoolStatistics(), PoolStatistics()
         self._oversize, self._oversize_segments = Level(), Level()
         self.allocated_bytes = self.reserved_bytes = self.num_segments = self.num_retries = self.num_failures = 0
@@ -156,7 +156,7 @@ class LiveAllocator:
             self.limit_bytes = limit_bytes
             self._allocator.source.capacity_bytes = min(bounds, default=NO_LIMIT)
 
-    def malloc(self, size_bytes: int, stream: int = 0) -> Block | None:
+    def malloc(self, size_bytes: int, stream: int = 0) -> PoolBlock | None:
         """A block of at least `size_bytes`; None when the device is full, even after the cache was released.
 
         Streams are known by any number; 0 is the default one.
@@ -170,7 +170,7 @@ class LiveAllocator:
                     size = -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
                 allocator = self._allocator
                 if not size:
-                    return Block(allocator.small, 0, 0, IN_USE)
+                    return PoolBlock(allocator.small, 0, 0, IN_USE)
                 block = allocator.malloc(size, allocator.pools_of(stream) if stream else None)
                 is_new = allocator.source.num_taken != self._num_taken
                 if is_new or block is None:
@@ -200,7 +200,7 @@ class LiveAllocator:
                 if self._waiting:
                     self._settle()
 
-    def free(self, block: Block) -> None:
+    def free(self, block: PoolBlock) -> None:
         """Takes a block back."""
         self._waiting.append(block)
         self._settle()
@@ -228,7 +228,7 @@ class LiveAllocator:
                 finally:
                     self._busy = nested
 
-    def _free(self, block: Block) -> None:
+    def _free(self, block: PoolBlock) -> None:
         if not block.size:
             return
         allocator, pool = self._allocator, block.pool
@@ -327,7 +327,7 @@ class LiveAllocator:
         """What is asked of the device when nothing in the cache serves `size_bytes`; PyTorch's errors name it."""
         return segment_size(round_size(size_bytes, self._divisions))
 
-    def segments(self) -> list[list[Block]]:
+    def segments(self) -> list[list[PoolBlock]]:
         """The blocks of each segment, or of each mapped stretch of an expandable one, in the order of addresses."""
         with self._lock:
             pools = [pool for of_stream in self._allocator.all_pools() for pool in of_stream]

@@ -16,7 +16,7 @@ IN_USE, FREE, UNMAPPED = 0, 1, 2
 
 
 @final
-class Block:
+class PoolBlock:
     """A range of addresses, linked to its neighbours in the same segment."""
 
     __slots__ = ("address", "born", "key", "next", "pool", "prev", "requested", "size", "state")
@@ -26,15 +26,15 @@ class Block:
         self.address = address
         self.size = size
         self.state = state
-        self.prev: Block | None = None
-        self.next: Block | None = None
+        self.prev: PoolBlock | None = None
+        self.next: PoolBlock | None = None
         self.key = 0
         # What the program asked for, before rounding; kept by who hands the block out.
         self.requested = 0
         # Searches that the pool had seen when the block was last put into it (gc_count_base).
         self.born = 0
 
-    def link_after(self, before: "Block") -> None:
+    def link_after(self, before: "PoolBlock") -> None:
         """Become the next neighbour of `before`."""
         self.prev = before
         self.next = before.next
@@ -42,14 +42,14 @@ class Block:
             before.next.prev = self
         before.next = self
 
-    def split(self, size: int, state: int) -> "Block":
+    def split(self, size: int, state: int) -> "PoolBlock":
         """Shrinks to `size`; returns what is left as the next neighbour."""
-        rest = Block(self.pool, self.address + size, self.size - size, state)
+        rest = PoolBlock(self.pool, self.address + size, self.size - size, state)
         rest.link_after(self)
         self.size = size
         return rest
 
-    def absorb(self, neighbour: "Block") -> None:
+    def absorb(self, neighbour: "PoolBlock") -> None:
         """Grow over a neighbour, which is dropped from the chain."""
         if neighbour is self.prev:
             self.address = neighbour.address
@@ -71,15 +71,23 @@ class Pool:
     """
 
     def __init__(
-        self, page_bytes: int = 0, split_remainder_bytes: int = 0, split_below_bytes: int = 0, stream: int = 0
+        self,
+        page_bytes: int = 0,
+        split_remainder_bytes: int = 0,
+        split_below_bytes: int = 0,
+        stream: int = 0,
+        *,
+        is_expandable: bool = False,
     ) -> None:
         self.stream = stream
+        # Whether its memory is one segment that grows by pages.
+        self.is_expandable = is_expandable
         self.page_bytes = page_bytes
         self.split_remainder_bytes = split_remainder_bytes
         self.split_below_bytes = split_below_bytes
         self.keys: list[int] = []
-        self.by_key: dict[int, Block] = {}
-        self.unmapped: list[Block] = []
+        self.by_key: dict[int, PoolBlock] = {}
+        self.unmapped: list[PoolBlock] = []
         # Searches of all streams in the pools of this size, counted where garbage is collected by age.
         self.num_searches = 0
         # Where the pages of its expandable segment begin.
@@ -88,7 +96,7 @@ class Pool:
         self.reserved = self.taken = 0
         self.num_segments = self.num_segments_taken = 0
 
-    def insert(self, block: Block) -> None:
+    def insert(self, block: PoolBlock) -> None:
         """Add a block as free."""
         block.state = FREE
         block.born = self.num_searches
@@ -96,17 +104,17 @@ class Pool:
         self.by_key[key] = block
         insort(self.keys, key)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: PoolBlock) -> None:
         """Take a free block out; its state is left for the caller to set."""
         key = block.key
         del self.by_key[key]
         del self.keys[bisect_left(self.keys, key)]
 
-    def free_blocks(self) -> list[Block]:
+    def free_blocks(self) -> list[PoolBlock]:
         """Free blocks, smallest first."""
         return [self.by_key[key] for key in self.keys]
 
-    def insert_merged(self, block: Block) -> None:
+    def insert_merged(self, block: PoolBlock) -> None:
         """Add a block as free after joining it with its free neighbours (`free_block`, `try_merge_blocks`).
 
         `remove` and `absorb` for both neighbours, then `insert`, written out because every free comes here.

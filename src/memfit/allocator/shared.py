@@ -15,20 +15,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator.pool import Block, Pool
-from memfit.allocator.segments import Source
+from memfit.allocator.pool import Pool, PoolBlock
+from memfit.allocator.segments import Segments
 
 _MAX_ROWS = 256
 _NAME_BYTES = 64
 # Rows, peak of all, processes that were started and are to come.
 _HEAD = struct.Struct("<qqq")
-# The fields of a `Share`.
+# The fields of a `ProcessShare`.
 _ROW = struct.Struct(f"<qqqqqqq{_NAME_BYTES}s")
 _SIZE = _HEAD.size + _MAX_ROWS * _ROW.size
 
 
 @dataclass(slots=True)
-class Share:
+class ProcessShare:
     """What one process has of the device."""
 
     pid: int  # 0 when it has ended
@@ -63,13 +63,13 @@ class SharedDevice:
             # One too many shares the last row: its figures are lost, the script goes on.
             self._row = min(num_rows, _MAX_ROWS - 1)
             _HEAD.pack_into(self._memory, 0, self._row + 1, peak_bytes, max(0, num_expected - 1))
-            self._write(self._row, Share(os.getpid(), name=name))
+            self._write(self._row, ProcessShare(os.getpid(), name=name))
 
     def again(self, name: str) -> "SharedDevice":
         """This device for a forked process, with a lock of its own: the inherited one locks nobody out."""
         return SharedDevice(self._path, self._usable_bytes, self._context_bytes, name)
 
-    def take(self, source: Source, pool: Pool, size_bytes: int) -> Block | None:
+    def take(self, source: Segments, pool: Pool, size_bytes: int) -> PoolBlock | None:
         """What `source` can take of the device beside the other processes, within what this one is allowed."""
         with self._locked():
             rows, limit_bytes = self._living(), source.capacity_bytes
@@ -142,7 +142,7 @@ class SharedDevice:
                 return False
         return bool(stepping) and all(share.has_ended or not share.pid for share in stepping)
 
-    def _hold(self, reserved_bytes: int, rows: "list[tuple[int, Share]]") -> None:
+    def _hold(self, reserved_bytes: int, rows: "list[tuple[int, ProcessShare]]") -> None:
         own = rows[self._row][1]
         if not reserved_bytes and not own.held_bytes:
             # It never got anything: not even its context is there.
@@ -159,7 +159,7 @@ class SharedDevice:
             share.at_peak_bytes = share.held_bytes
             self._write(row, share)
 
-    def _living(self) -> list[tuple[int, Share]]:
+    def _living(self) -> list[tuple[int, ProcessShare]]:
         """The rows of processes that are still there; one that is gone without a word holds nothing."""
         rows = []
         for row in range(_HEAD.unpack_from(self._memory, 0)[0]):
@@ -170,7 +170,7 @@ class SharedDevice:
             rows.append((row, share))
         return rows
 
-    def _write(self, row: int, share: Share) -> None:
+    def _write(self, row: int, share: ProcessShare) -> None:
         *numbers, name = astuple(share)
         text = name.encode(errors="replace")[:_NAME_BYTES]
         _ROW.pack_into(self._memory, _HEAD.size + row * _ROW.size, *numbers, text)
@@ -186,7 +186,7 @@ class SharedDevice:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def read_shares(path: str) -> tuple[int, list[Share]]:
+def read_shares(path: str) -> tuple[int, list[ProcessShare]]:
     """(the most that all processes have held at once, each process in the order in which they began).
 
     For one who has no part in the device; (0, []) where there is no such file.
@@ -201,9 +201,11 @@ def read_shares(path: str) -> tuple[int, list[Share]]:
     return peak_bytes, [_read_row(content, row) for row in range(num_rows)]
 
 
-def _read_row(content: Any, row: int) -> Share:
+def _read_row(content: Any, row: int) -> ProcessShare:
     pid, held, at_peak, peak, steps, events, has_ended, name = _ROW.unpack_from(content, _HEAD.size + row * _ROW.size)
-    return Share(pid, held, at_peak, peak, steps, events, bool(has_ended), name.rstrip(b"\0").decode(errors="replace"))
+    return ProcessShare(
+        pid, held, at_peak, peak, steps, events, bool(has_ended), name.rstrip(b"\0").decode(errors="replace")
+    )
 
 
 def _is_gone(pid: int) -> bool:

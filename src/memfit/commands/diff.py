@@ -5,10 +5,10 @@ Examples:
   memfit diff snapshot.pickle --device h100-80gb --stack torch2.6-cu124 --job train.py:job
   memfit diff snapshot.pickle --json --html diff.html --script -m my_package.train > diff.json
 
-SNAPSHOT is a file of `torch.cuda.memory._dump_snapshot`, compressed with xz or gzip or not. TARGET of --job is as for
-`memfit estimate`. Everything after --script belongs to the script, so it comes last; the script runs as for
-`memfit dryrun`. Allocations of both are aligned by size, operator and order; what is missing, invented, in another
-order or freed at another time is listed by operator and line, with its effect on the peak.
+SNAPSHOT is a file of `torch.cuda.memory._dump_snapshot`, as it is or packed with xz, gzip, bzip2 or zip. TARGET of
+--job is as for `memfit estimate`. Everything after --script belongs to the script, so it comes last; the script runs
+as for `memfit dryrun`. Allocations of both are aligned by size, operator and order; what is missing, invented, in
+another order or freed at another time is listed by operator and line, with its effect on the peak.
 
 Exit codes: 0 compared, whatever differs; 2 bad usage or input, or the program failed; 130 interrupted
 """

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator.shared import Share, read_shares
+from memfit.allocator.shared import ProcessShare, read_shares
 from memfit.core import interrupts as _interrupts
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.core.errors import BadFile
@@ -180,7 +180,7 @@ def _wait(process: subprocess.Popen[bytes], device: Path, *, until_fit: bool) ->
     raise AssertionError("time has ended")
 
 
-def progress(peak_bytes: int, shares: list[Share]) -> str:
+def progress(peak_bytes: int, shares: list[ProcessShare]) -> str:
     """What a run that has taken no step yet is doing; "" for one that has."""
     if not shares:
         return "still importing PyTorch"
@@ -324,7 +324,7 @@ def _estimate(largest: DryRun, run: DryRun, peak_bytes: int, failures: Iterable[
     )
 
 
-def _named(shares: list[Share]) -> dict[str, int]:
+def _named(shares: list[ProcessShare]) -> dict[str, int]:
     names: Counter[str] = Counter()
     held = {}
     for number, share in enumerate(shares):

@@ -53,7 +53,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table of text; titles of columns with numbers begin with ">", and these are flush right."""
+    """A table of text; titles of columns with numbers begin with ">", and these are flush right.
+
+    Those of columns that are never folded, however narrow the terminal is, begin with "|".
+    """
 
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
@@ -153,7 +156,7 @@ def format_grid(grid: Grid) -> list[str]:
     ['move    saves', 'a         1 B', '  remark', 'bcdefg   23 B']
     """
     flush_right = [title.startswith(">") for title in grid.columns]
-    titles = [title.removeprefix(">") for title in grid.columns]
+    titles = [title.lstrip(">|") for title in grid.columns]
     wrapped = [[textwrap.wrap(cell, _CELL_WIDTH) or [""] for cell in line.cells] for line in grid.lines]
     widths = [
         max([len(title), *(len(text) for cells in wrapped for text in cells[index])])

@@ -34,7 +34,8 @@ class FittingTable:
     """Rows of cells, laid out when the width is known.
 
     Args:
-        columns: their titles; those of figures begin with ">", are flush right and never folded.
+        columns: their titles; those of figures begin with ">" and are flush right. They and columns whose titles begin
+            with "|" are never folded.
         rows: a cell for each column.
         remarks: for each row, lines that stand below its first cell.
         bars: for each row, share and style of a bar; none by default.
@@ -50,8 +51,9 @@ class FittingTable:
         bars: Sequence[tuple[float, str]] = (),
         least_width: int = 0,
     ) -> None:
-        self._titles = [title.removeprefix(">") for title in columns]
+        self._titles = [title.lstrip(">|") for title in columns]
         self._is_figure = [title.startswith(">") for title in columns]
+        self._is_whole = [title.startswith((">", "|")) for title in columns]
         self._rows = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
         self._remarks = remarks or [() for _ in rows]
         self._bars = [_Bar(*bar) for bar in bars]
@@ -71,8 +73,8 @@ class FittingTable:
             yield self._table(widths, bar_width if self._bars and bar_width >= _LEAST_BAR else 0)
             return
         least = [
-            width if is_figure else min(width, _LEAST_TEXT)
-            for width, is_figure in zip(widths, self._is_figure, strict=True)
+            width if is_whole else min(width, _LEAST_TEXT)
+            for width, is_whole in zip(widths, self._is_whole, strict=True)
         ]
         if _total(least) > width:
             yield self._stacked(width)
@@ -89,9 +91,11 @@ class FittingTable:
     def _table(self, widths: list[int], bar_width: int = 0) -> RenderableType:
         table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
         table.show_header = any(self._titles)
-        for title, width, is_figure in zip(self._titles, widths, self._is_figure, strict=True):
+        for title, width, is_figure, is_whole in zip(
+            self._titles, widths, self._is_figure, self._is_whole, strict=True
+        ):
             justify = "right" if is_figure else "left"
-            table.add_column(Text(title), width=width, justify=justify, no_wrap=is_figure, overflow="fold")  # type: ignore[arg-type]
+            table.add_column(Text(title), width=width, justify=justify, no_wrap=is_whole, overflow="fold")  # type: ignore[arg-type]
         if bar_width:
             table.add_column(width=bar_width)
         for index, (row, remarks) in enumerate(zip(self._rows, self._remarks, strict=True)):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
-_MOST_BITS = 1 << 29
+MOST_BITS = 1 << 29
 """Bits of one table that is kept to find the way back through it."""
 _COMMON = 8
 """From so many occurrences on, the columns of a symbol are kept as one integer."""
@@ -17,8 +17,12 @@ _COMMON = 8
 _Columns = dict[Hashable, list[int]]
 
 
-def align(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
+def align(
+    first: Sequence[Hashable], second: Sequence[Hashable], *, most_bits: int = MOST_BITS
+) -> list[tuple[int, int]]:
     """(index in `first`, index in `second`) of a longest common subsequence, in order.
+
+    Of several such, the first pairs that there are; tables of more bits are halved.
 
     >>> align("abcbdab", "bdcaba")
     [(1, 0), (4, 1), (5, 3), (6, 4)]
@@ -39,7 +43,7 @@ def align(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[i
         if start == last or other_start == other_last:
             continue
         rows, columns = first[start:last], second[other_start:other_last]
-        if len(rows) * len(columns) <= _MOST_BITS or len(rows) == 1:
+        if len(rows) * len(columns) <= most_bits or len(rows) == 1:
             pairs += [(start + row, other_start + column) for row, column in _traced(rows, columns)]
         else:
             middle, column = _halved(rows, columns)

@@ -84,12 +84,20 @@ class _Names:
         self._known = {op.removeprefix("aten."): op for op in known_ops}
         self._ops: dict[str, str] = {}
         self._sources: dict[tuple[str, int], str] = {}
+        # By stack: events of the same one share its list.
+        self._named: dict[int, tuple[str, str, str, str]] = {}
         self._folder = _script_folder(events)
 
     def of(self, event: Event) -> tuple[str, str, str, str]:
         """(operator, source line, autograd node, function)."""
+        frames = event.raw.get("frames")
+        if id(frames) not in self._named:
+            self._named[id(frames)] = self._read(frames)
+        return self._named[id(frames)]
+
+    def _read(self, frames: Any) -> tuple[str, str, str, str]:
         op = source = node = function = ""
-        for frame in _plain_frames(event.raw.get("frames")):
+        for frame in _plain_frames(frames):
             name, path = frame.get("name"), frame.get("filename")
             if not isinstance(name, str) or not isinstance(path, str):
                 continue
@@ -140,8 +148,9 @@ class _Names:
 
 def _script_folder(events: Sequence[Event]) -> str:
     """Where the program is: paths are shown from there on."""
-    for event in events:
-        for frame in reversed(_plain_frames(event.raw.get("frames"))):
+    stacks = {id(event.raw.get("frames")): event.raw.get("frames") for event in events}
+    for frames in stacks.values():
+        for frame in reversed(_plain_frames(frames)):
             path = frame.get("filename")
             if frame.get("name") == "<module>" and isinstance(path, str) and path.endswith(".py"):
                 return os.path.dirname(path)

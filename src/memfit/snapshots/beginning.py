@@ -24,9 +24,11 @@ from memfit.snapshots.reader import (
     SEGMENT_MAPPED,
     SEGMENT_UNMAPPED,
     Event,
+    MemorySnapshot,
     Segment,
-    Snapshot,
 )
+
+_OF_BLOCKS = (ALLOCATED, FREE_REQUESTED, FREE_COMPLETED)
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class _OldBlock:
 
 
 def find_beginning(
-    snapshot: Snapshot, events: Sequence[Event], rounded: Callable[[int], int], max_split_bytes: int
+    snapshot: MemorySnapshot, events: Sequence[Event], rounded: Callable[[int], int], max_split_bytes: int
 ) -> State:
     """What was there before the first event; `rounded` makes a block's bytes of a request's."""
     at_end = [segment for segment in snapshot.segments if segment.device == events[0].device]
@@ -135,6 +137,7 @@ def _segments(at_end: Sequence[Segment], events: Sequence[Event]) -> list[OldSeg
 def _stretches(at_end: Sequence[Segment], events: Sequence[Event]) -> list[OldSegment]:
     """Mapped stretches of expandable segments: those of the end, with what was mapped or unmapped undone."""
     owners: dict[int, tuple[int, PoolId, bool]] = {}
+    sizes = sorted((event.address or 0, event.size_bytes) for event in events if event.action in _OF_BLOCKS)
     for one in at_end:
         if one.is_expandable:
             owner = (one.stream, one.pool, one.kind != "small")
@@ -144,8 +147,12 @@ def _stretches(at_end: Sequence[Segment], events: Sequence[Event]) -> list[OldSe
             for page in _pages(event.address or 0, event.size_bytes):
                 owners.pop(page, None)
         elif event.action == SEGMENT_UNMAPPED:
-            owner = (event.stream, pool_id_of(event) or NO_POOL_ID, event.size_bytes % LARGE_SEGMENT_BYTES == 0)
-            owners.update(dict.fromkeys(_pages(event.address or 0, event.size_bytes), owner))
+            address, end = event.address or 0, (event.address or 0) + event.size_bytes
+            inside = sizes[bisect_left(sizes, (address, 0)) : bisect_left(sizes, (end, 0))][:1]
+            # By a block that was there; where there was none, by the size of the pages.
+            is_large = inside[0][1] > SMALL_BYTES if inside else event.size_bytes % LARGE_SEGMENT_BYTES == 0
+            owner = (event.stream, pool_id_of(event) or NO_POOL_ID, is_large)
+            owners.update(dict.fromkeys(_pages(address, event.size_bytes), owner))
     stretches: list[OldSegment] = []
     for page in sorted(owners):
         address, (stream, pool_id, is_large) = page * SMALL_SEGMENT_BYTES, owners[page]

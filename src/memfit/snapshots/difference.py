@@ -21,7 +21,8 @@ from memfit.core.timeline import Timeline
 from memfit.core.typed_data import Saved
 from memfit.snapshots.alignment import align
 from memfit.snapshots.allocations import Allocation, real_allocations, simulated_allocations
-from memfit.snapshots.reader import Snapshot
+from memfit.snapshots.reader import MemorySnapshot
+from memfit.snapshots.release import releases_of
 from memfit.snapshots.replay import replay_snapshot
 
 _GRAM = 8
@@ -35,7 +36,7 @@ _NEAR = 200
 _NUM_SIZES = 3
 
 
-class Kind(StrEnum):
+class DifferenceKind(StrEnum):
     """Kinds of differences between a snapshot and a simulation."""
 
     MISSING = "missing"  # the device was asked for it, the simulation was not
@@ -49,7 +50,7 @@ class Kind(StrEnum):
 class Group:
     """Allocations that differ in the same way and come from the same operator and line."""
 
-    kind: Kind
+    kind: DifferenceKind
     op: str  # operator, such as "aten.bmm", or ""
     source: str  # line outside of PyTorch, or ""
     place: str  # autograd node of a real one, module of a simulated one, or ""
@@ -90,6 +91,7 @@ class SnapshotDifference(Saved, Reported):
         last_step: of the simulation, in the compared part.
         ends_early: whether the history goes on after the end of the simulation.
         versions: of what the simulation ran with, such as {"torch": "2.9.0"}.
+        releases: of PyTorch that have the lines of the history's stacks, such as "2.6"; none where they tell nothing.
     """
 
     reporters: ClassVar = Reporters[Any]()
@@ -109,6 +111,7 @@ class SnapshotDifference(Saved, Reported):
     last_step: int
     ends_early: bool
     versions: dict[str, str] = field(default_factory=dict)
+    releases: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """How much is the same."""
@@ -147,7 +150,7 @@ class Simulated:
 
 
 def compare_with(
-    snapshot: Snapshot, simulated: Simulated, device: int | None = None, versions: dict[str, str] | None = None
+    snapshot: MemorySnapshot, simulated: Simulated, device: int | None = None, versions: dict[str, str] | None = None
 ) -> SnapshotDifference:
     """How a history differs from a simulation.
 
@@ -176,12 +179,13 @@ def compare_with(
             f"{len(real):,} allocations could be aligned. Name the program that made the snapshot, with its arguments."
         )
     if not is_whole:
+        pairs = _tightened(real, window, pairs)
         cut = pairs[0][1]
         first, window = first + cut, window[cut:]
         pairs = [(one, other - cut) for one, other in pairs]
     window = window[: pairs[-1][1] + 1]
     return _Comparison(snapshot, simulated, (real, window), pairs, replay.levels, replay.before).result(
-        is_whole, versions or {}
+        is_whole, versions or {}, tuple(".".join(map(str, release)) for release in releases_of(events))
     )
 
 
@@ -242,6 +246,22 @@ def _aligned(real: Sequence[Allocation], simulated: Sequence[Allocation]) -> lis
     return pairs
 
 
+def _tightened(
+    real: Sequence[Allocation], simulated: Sequence[Allocation], pairs: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The same number of pairs nearer together, where there are such.
+
+    Pairs are the first that there are. Where steps repeat each other, a history that began amid one may have its
+    beginning in the step before: seen from its end, the pairs are the last that there are.
+    """
+    (_, first), (_, last) = pairs[0], pairs[-1]
+    if last - first < len(real):
+        return pairs
+    backwards = _aligned(real[::-1], simulated[last::-1])
+    others = [(len(real) - 1 - one, last - other) for one, other in reversed(backwards)]
+    return others if len(others) >= len(pairs) and others[0][1] > first else pairs
+
+
 def _moved(left: Iterable[tuple[int, int, int]], others: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """Pairs of those left over, (index, size, aligned ones before it), that have the same size and are near."""
     by_size: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -268,7 +288,7 @@ class _Comparison:
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        snapshot: MemorySnapshot,
         simulated: Simulated,
         sides: tuple[Sequence[Allocation], Sequence[Allocation]],
         pairs: list[tuple[int, int]],
@@ -278,7 +298,7 @@ class _Comparison:
         self._snapshot, self._simulated = snapshot, simulated
         self._real, self._window = sides
         self._pairs, self._levels, self._before = pairs, levels, before
-        self._groups: dict[tuple[Kind, str, str, str, str], tuple[list[int], list[int]]] = {}
+        self._groups: dict[tuple[DifferenceKind, str, str, str, str], tuple[list[int], list[int]]] = {}
         aligned = {one for one, _ in pairs}
         others = {other for _, other in pairs}
         firsts, seconds = [one for one, _ in pairs], [other for _, other in pairs]
@@ -299,7 +319,7 @@ class _Comparison:
         last = bisect_right([self._real[one].start for one in firsts], self._peak) - 1
         self._peak_tick = self._window[seconds[max(last, 0)]].start
 
-    def result(self, is_whole: bool, versions: dict[str, str]) -> SnapshotDifference:
+    def result(self, is_whole: bool, versions: dict[str, str], releases: tuple[str, ...]) -> SnapshotDifference:
         """The difference."""
         self._group_all()
         replay, timeline = self._simulated.replay, self._simulated.timeline
@@ -332,6 +352,7 @@ class _Comparison:
             last_step=timeline.mark_at(self._window[-1].start).step,
             ends_early=self._ends_early(),
             versions=versions,
+            releases=releases,
         )
 
     def _ends_early(self) -> bool:
@@ -339,7 +360,7 @@ class _Comparison:
         left = len(self._real) - 1 - self._pairs[-1][0]
         return left > len(self._real) // 50 and self._window[-1].start == self._simulated.timeline.blocks[-1].start
 
-    def _add(self, kind: Kind, one: Allocation, peak_bytes: int) -> None:
+    def _add(self, kind: DifferenceKind, one: Allocation, peak_bytes: int) -> None:
         key = (kind, one.op, one.source, one.place, one.function)
         sizes, peaks = self._groups.setdefault(key, ([], []))
         sizes.append(one.size_bytes)
@@ -355,14 +376,14 @@ class _Comparison:
         others = {other for _, other in self._pairs} | {other for _, other in self._moved}
         for index, one in enumerate(self._real):
             if index not in known:
-                self._add(Kind.MISSING, one, one.size_bytes * _is_live(one, self._peak))
+                self._add(DifferenceKind.MISSING, one, one.size_bytes * _is_live(one, self._peak))
         for index, one in enumerate(self._window):
             if index not in others:
-                self._add(Kind.INVENTED, one, -one.size_bytes * _is_live(one, self._peak_tick))
+                self._add(DifferenceKind.INVENTED, one, -one.size_bytes * _is_live(one, self._peak_tick))
         for index, other in self._moved:
             one = self._real[index]
             held = _is_live(one, self._peak) - _is_live(self._window[other], self._peak_tick)
-            self._add(Kind.MOVED, one, held * one.size_bytes)
+            self._add(DifferenceKind.MOVED, one, held * one.size_bytes)
         self._group_lifetimes()
 
     def _group_lifetimes(self) -> None:
@@ -377,7 +398,7 @@ class _Comparison:
             end = bisect_left(starts, block.end) if within and block.end is not None else num_pairs
             if real_end != end:
                 held = _is_live(one, self._peak) - _is_live(block, self._peak_tick)
-                kind = Kind.KEPT_LONGER if real_end > end else Kind.FREED_EARLIER
+                kind = DifferenceKind.KEPT_LONGER if real_end > end else DifferenceKind.FREED_EARLIER
                 self._add(kind, one, held * one.size_bytes)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from memfit.allocator.caching import NO_POOL_ID, CachingAllocator, PoolId, StreamPools
-from memfit.allocator.pool import ADDRESS_BITS, Block, Pool
+from memfit.allocator.pool import ADDRESS_BITS, Pool, PoolBlock
 from memfit.allocator.rounding import NO_LIMIT, SMALL_BYTES, round_size
 from memfit.core.errors import BadFile
 from memfit.core.replay import AllocatorOptions
@@ -32,7 +32,7 @@ from memfit.snapshots.reader import (
     SEGMENT_MAPPED,
     SEGMENT_UNMAPPED,
     Event,
-    Snapshot,
+    MemorySnapshot,
 )
 
 _GROWS = (SEGMENT_ALLOCATED, SEGMENT_MAPPED)
@@ -101,7 +101,9 @@ class SnapshotReplay:
         )
 
 
-def replay_snapshot(snapshot: Snapshot, device: int | None = None, *, driver_addresses: bool = False) -> SnapshotReplay:
+def replay_snapshot(
+    snapshot: MemorySnapshot, device: int | None = None, *, driver_addresses: bool = False
+) -> SnapshotReplay:
     """Replays the history of a device; without a number, of the only one that has any.
 
     Raises:
@@ -118,7 +120,7 @@ def replay_snapshot(snapshot: Snapshot, device: int | None = None, *, driver_add
         ) from error
 
 
-def options_of(snapshot: Snapshot, events: Sequence[Event]) -> AllocatorOptions:
+def options_of(snapshot: MemorySnapshot, events: Sequence[Event]) -> AllocatorOptions:
     """The settings with which a history was recorded; without them, the defaults and what the segments show.
 
     Divisions are left to `divisions_of`, because they may differ by size. Garbage is collected only where a program
@@ -132,6 +134,13 @@ def options_of(snapshot: Snapshot, events: Sequence[Event]) -> AllocatorOptions:
     return AllocatorOptions(
         expandable_segments=is_expandable, max_split_size_bytes=max_split if 20 * MIB <= max_split < NO_LIMIT else None
     )
+
+
+def _private_pools_grow(snapshot: MemorySnapshot, events: Sequence[Event]) -> bool:
+    """Whether private pools have expandable segments where others do: they have no plain ones."""
+    private = [one for one in snapshot.segments if one.pool != NO_POOL_ID and one.device == events[0].device]
+    named = any(event.action == SEGMENT_ALLOCATED and pool_id_of(event) not in (None, NO_POOL_ID) for event in events)
+    return not named and all(one.is_expandable for one in private)
 
 
 def divisions_of(settings: Mapping[str, Any], size_bytes: int) -> int:
@@ -148,7 +157,7 @@ def _number(values: Mapping[str, Any], name: str, default: int) -> int:
     return value if type(value) is int else default
 
 
-def _check(snapshot: Snapshot, events: Sequence[Event]) -> None:
+def _check(snapshot: MemorySnapshot, events: Sequence[Event]) -> None:
     """Refuses what no device does, before anything is computed of it."""
     limit = 1 << ADDRESS_BITS - 1
     changes = (*_GROWS, *_SHRINKS)
@@ -171,15 +180,16 @@ def _check(snapshot: Snapshot, events: Sequence[Event]) -> None:
 class _Replaying:
     """One run of the model over a history, with the device's own segments beside it."""
 
-    def __init__(self, snapshot: Snapshot, events: Sequence[Event], driver_addresses: bool) -> None:
+    def __init__(self, snapshot: MemorySnapshot, events: Sequence[Event], driver_addresses: bool) -> None:
         self._settings, self._events = snapshot.settings, events
-        options = options_of(snapshot, events)
-        self._is_expandable = options.expandable_segments
-        self._model = CachingAllocator(options, None)
+        self._model = CachingAllocator(options_of(snapshot, events), None)
+        self._model.private_pools_grow = _private_pools_grow(snapshot, events)
+        # A recording may leave out when a free was completed (`skip_actions`): then it was at once.
+        self._completes = any(event.action == FREE_COMPLETED for event in events)
         self._source = self._model.source
         self._max_split_bytes = self._model.max_split_bytes
-        self._held: dict[int, Block] = {}
-        self._waiting: dict[int, Block] = {}
+        self._held: dict[int, PoolBlock] = {}
+        self._waiting: dict[int, PoolBlock] = {}
         # The real segments since the last request, and the model's.
         self._batch: list[Event] = []
         self._changes: list[_Change] = []
@@ -203,6 +213,10 @@ class _Replaying:
     def _begin(self, beginning: State) -> None:
         for segment in beginning.segments:
             pools = self._model.pools_of(segment.stream, segment.pool_id)
+            if segment.is_expandable != pools.large.is_expandable:
+                # From before the program has changed the allocator's settings.
+                self._num_unknown += 1 + len(segment.used)
+                continue
             used = [(address, size) for address, size, _ in segment.used]
             blocks = self._model.adopt(pools, segment.is_large, (segment.address, segment.size_bytes), used)
             for block, (_, _, is_waiting) in zip(blocks, sorted(segment.used), strict=True):
@@ -225,10 +239,7 @@ class _Replaying:
                 self._empty_cache()
                 self._free(event)
             elif action == FREE_COMPLETED:
-                block = self._waiting.get(event.address or 0)
-                if block is not None and not self._is_before_release():
-                    del self._waiting[event.address or 0]
-                    self._model.complete(block)
+                self._complete(event)
             self._levels.append((self._model.allocated, self._reserved))
         self._empty_cache()
         return SnapshotReplay(
@@ -269,7 +280,8 @@ class _Replaying:
         # that a program unmapped itself may be fewer than those it maps for the request, which tells nothing; emptying
         # first is then the same, unless that completes a block that would serve.
         was_emptied = not has_grown or _has_free(pools, size)
-        if self._is_expandable and not self._waiting:
+        is_expandable = pools.large.is_expandable
+        if is_expandable and not self._waiting:
             was_emptied |= bool(self._batch) and self._batch[0].action in _SHRINKS
         if released and not failed and was_emptied:
             self._release(released)
@@ -277,9 +289,14 @@ class _Replaying:
             # The device was full. It had room for as much as it gave in the end, and not for more.
             for change in released:
                 self._end_private(change)
-            most = self._highest if self._is_expandable and not failed else self._reserved
+            most = self._highest if is_expandable and not failed else self._reserved
             self._source.capacity_bytes = self._source.reserved + most - self._before_batch
+        # For a private pool the cache is released in newer versions only, and never while a graph is captured.
+        is_private = pools is not self._model.pools_of(event.stream)
+        before = self._events[self._position - 1].action if self._position else ""
+        self._model.is_capturing = is_private and not released and before != FREE_COMPLETED
         block = self._model.malloc(size, pools) if size else None
+        self._model.is_capturing = False
         self._source.capacity_bytes = NO_LIMIT
         self._num_allocations += 1
         if failed:
@@ -309,11 +326,21 @@ class _Replaying:
         if block is None:
             return
         following = self._events[self._position + 1 : self._position + 2]
-        if following and following[0].action == FREE_COMPLETED and following[0].address == event.address:
+        is_next = following and following[0].action == FREE_COMPLETED and following[0].address == event.address
+        if is_next or not self._completes:
             self._model.free(block)
         else:
             self._model.free_later(block)
             self._waiting[address] = block
+
+    def _complete(self, event: Event) -> None:
+        address = event.address or 0
+        if address in self._held:
+            # The recording has left out that it was requested.
+            self._empty_cache()
+            self._model.free(self._held.pop(address))
+        elif address in self._waiting and not self._is_before_release():
+            self._model.complete(self._waiting.pop(address))
 
     def _empty_cache(self) -> None:
         """What was released since the last request was released for none: the program emptied the cache."""

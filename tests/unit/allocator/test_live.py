@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from memfit.allocator import LiveAllocator, memory_of, replay
 from memfit.allocator.live import Level, PoolStatistics
-from memfit.allocator.pool import FREE, IN_USE, Block, Pool
+from memfit.allocator.pool import FREE, IN_USE, Pool, PoolBlock
 from memfit.core.device import Device, Kind, Origin
 from memfit.core.errors import BadInput
 from memfit.core.replay import AllocatorOptions
@@ -528,7 +528,7 @@ def test_rises_counted_elsewhere_are_taken_over():
 
 def test_a_block_counts_by_what_it_takes_and_by_what_was_asked_for():
     statistics = PoolStatistics()
-    block = Block(Pool(), 0, 512, IN_USE)
+    block = PoolBlock(Pool(), 0, 512, IN_USE)
     block.requested = 100
 
     statistics.count(block, 1)

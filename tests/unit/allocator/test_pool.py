@@ -1,12 +1,12 @@
-from memfit.allocator.pool import FREE, IN_USE, Block, Pool
+from memfit.allocator.pool import FREE, IN_USE, Pool, PoolBlock
 
 
-def chain(pool: Pool, *sizes: int) -> list[Block]:
+def chain(pool: Pool, *sizes: int) -> list[PoolBlock]:
     """Neighbouring blocks in use."""
-    blocks: list[Block] = []
+    blocks: list[PoolBlock] = []
     address = 0
     for size in sizes:
-        block = Block(pool, address, size, IN_USE)
+        block = PoolBlock(pool, address, size, IN_USE)
         if blocks:
             block.link_after(blocks[-1])
         blocks.append(block)

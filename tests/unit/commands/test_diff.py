@@ -47,7 +47,7 @@ HISTORY = [{"action": "alloc", "addr": 512, "size": 100, "stream": 0}]
     ("content", "options", "message"),
     [
         ({"segments": [], "device_traces": []}, [], "has no history.*_record_memory_history"),
-        ({"segments": [], "device_traces": [HISTORY, HISTORY]}, [], r"several devices \(0, 1\)"),
+        ({"segments": [], "device_traces": [HISTORY, HISTORY]}, [], r"several devices \(0: 1 alloc.*--history 0"),
         ({"segments": [], "device_traces": [HISTORY, HISTORY]}, ["--history", "5"], "no history of device 5"),
         ({"segments": [], "device_traces": Hostile()}, [], "would load .*system.*Nothing was run"),
         ([1, 2], [], "snapshot"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.allocator.shared import Share
+from memfit.allocator.shared import ProcessShare
 from memfit.core.dryrun import DryRun, Outcome, Request
 from memfit.processes import launch
 from memfit.processes import process_tree as processes
@@ -367,7 +367,7 @@ def test_a_run_without_a_step_says_what_it_is_doing(monkeypatch, capfd):
     assert "memfit: still importing PyTorch after 0 s\n" in capfd.readouterr().err
     launch._run([sys.executable, "-c", "import time; time.sleep(2)", "x"], False, False, is_ours=False, until_fit=True)
     assert "memfit: the script runs, no training step yet, after 0 s\n" in capfd.readouterr().err
-    share = Share(1)
+    share = ProcessShare(1)
     assert launch.progress(0, [share]) == "the script runs, no optimizer step yet, nothing on the device yet,"
     assert "peak so far 1.00 MiB" in launch.progress(2**20, [share])
-    assert launch.progress(2**20, [Share(1, num_steps=1)]) == ""
+    assert launch.progress(2**20, [ProcessShare(1, num_steps=1)]) == ""

@@ -36,6 +36,19 @@ def test_texts_are_folded_first():
     ]
 
 
+def test_names_that_are_whole_are_never_folded():
+    titles = ("|name", "maker", ">memory", ">speed")
+
+    assert drawn(FittingTable(titles, ROWS), 100) == drawn(FittingTable(COLUMNS, ROWS), 100)
+    for width in range(30, 60):
+        assert any("a100-40gb" in line for line in drawn(FittingTable(titles, ROWS), width))
+    # Where the name alone leaves no room for a table, its rows have lines of their own.
+    assert drawn(FittingTable(("|name", "maker"), [("a.name.of.thirty.characters.ok", "someone")]), 36) == [
+        "a.name.of.thirty.characters.ok",
+        "  maker  someone",
+    ]
+
+
 def test_at_last_every_row_has_lines_of_its_own():
     assert drawn(FittingTable(COLUMNS, ROWS[1:]), 20) == [
         "t4",

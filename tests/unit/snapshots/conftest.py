@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from memfit.allocator.caching import NO_POOL_ID, CachingAllocator, PoolId
-from memfit.allocator.pool import UNMAPPED, Block, Pool
+from memfit.allocator.pool import UNMAPPED, Pool, PoolBlock
 from memfit.allocator.rounding import LARGE_SEGMENT_BYTES, round_size
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import MIB
-from memfit.snapshots.reader import Snapshot, read_snapshot
+from memfit.snapshots.reader import MemorySnapshot, read_snapshot
 
 # Addresses of a device are high; those of expandable segments begin at multiples of 2 MiB, not of their pages.
 BASE = 0x7F00_0000_0000 + 2 * MIB
@@ -29,16 +29,16 @@ class RecordedDevice:
         self.allocator.source.watch = self._note_segment
         self.allocator.source.place = self._place
         self.events: list[dict[str, Any]] = []
-        self.waiting: dict[Block, PoolId] = {}
+        self.waiting: dict[PoolBlock, PoolId] = {}
         # Where each block was allocated: a free one may have grown over its neighbours.
-        self._addresses: dict[Block, int] = {}
-        self.live: dict[Block, PoolId] = {}
+        self._addresses: dict[PoolBlock, int] = {}
+        self.live: dict[PoolBlock, PoolId] = {}
         self.segment_pools: dict[Pool, PoolId] = {}
         self.has_pool_ids = True
         self._next_address = BASE
         self._is_down = False
 
-    def malloc(self, size_bytes: int, stream: int = 0, pool_id: PoolId = NO_POOL_ID) -> Block | None:
+    def malloc(self, size_bytes: int, stream: int = 0, pool_id: PoolId = NO_POOL_ID) -> PoolBlock | None:
         """Asks for memory; an "oom" is recorded where there is none."""
         pools = self.allocator.pools_of(stream, pool_id)
         for pool in pools:
@@ -54,7 +54,7 @@ class RecordedDevice:
         self._note("alloc", block.address, size_bytes, stream, pool_id)
         return block
 
-    def free(self, block: Block, *, is_used_elsewhere: bool = False) -> None:
+    def free(self, block: PoolBlock, *, is_used_elsewhere: bool = False) -> None:
         """Frees a block; one that is used elsewhere is completed later."""
         pool_id = self.live.pop(block)
         self._note("free_requested", block.address, block.requested, block.pool.stream, pool_id)
@@ -65,7 +65,7 @@ class RecordedDevice:
             self._note("free_completed", block.address, block.requested, block.pool.stream, pool_id)
             self.allocator.free(block)
 
-    def complete(self, block: Block) -> None:
+    def complete(self, block: PoolBlock) -> None:
         """The other stream is done with it."""
         pool_id = self.waiting.pop(block)
         self._note("free_completed", block.address, block.requested, block.pool.stream, pool_id)
@@ -88,13 +88,13 @@ class RecordedDevice:
             },
         }
 
-    def _heads(self) -> list[Block]:
+    def _heads(self) -> list[PoolBlock]:
         free = [block for pools in self.allocator.all_pools() for pool in pools for block in pool.by_key.values()]
         blocks = [*self.live, *self.waiting, *free]
         heads = [block for block in blocks if block.prev is None or block.prev.state == UNMAPPED]
         return sorted(heads, key=lambda block: block.address)
 
-    def _segment(self, head: Block, device: int) -> dict[str, Any]:
+    def _segment(self, head: PoolBlock, device: int) -> dict[str, Any]:
         rows, block = [], head
         while True:
             state = "active_allocated" if block in self.live else "inactive"
@@ -146,10 +146,10 @@ def recorded() -> type[RecordedDevice]:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Callable[[dict[str, Any]], Snapshot]:
+def saved(tmp_path: Path) -> Callable[[dict[str, Any]], MemorySnapshot]:
     """Writes the content of a snapshot to a file and reads it."""
 
-    def save(content: dict[str, Any]) -> Snapshot:
+    def save(content: dict[str, Any]) -> MemorySnapshot:
         path = tmp_path / "snapshot.pickle"
         path.write_bytes(pickle.dumps(content))
         return read_snapshot(path)

@@ -3,7 +3,6 @@ from itertools import pairwise
 
 import pytest
 
-from memfit.snapshots import alignment
 from memfit.snapshots.alignment import align
 
 
@@ -19,13 +18,12 @@ def longest(first, second):
 
 # Tables that are kept whole, and halves of halves.
 @pytest.mark.parametrize("most_bits", [1 << 29, 40, 6])
-def test_it_is_a_longest_common_subsequence(monkeypatch, most_bits):
-    monkeypatch.setattr(alignment, "_MOST_BITS", most_bits)
+def test_it_is_a_longest_common_subsequence(most_bits):
     draw = random.Random(0)
     for _ in range(200):
         first, second = ([draw.randrange(5) for _ in range(draw.randrange(30))] for _ in range(2))
 
-        pairs = align(first, second)
+        pairs = align(first, second, most_bits=most_bits)
 
         assert len(pairs) == longest(first, second)
         assert all(first[one] == second[other] for one, other in pairs)
@@ -45,12 +43,11 @@ def test_nothing_in_common():
     assert align([1, 2], [3]) == align([], [1]) == []
 
 
-def test_long_sequences_with_few_differences(monkeypatch):
+def test_long_sequences_with_few_differences():
     # GIVEN a step of 300 sizes, fifty times, of which a few are missing
-    monkeypatch.setattr(alignment, "_MOST_BITS", 1 << 24)
     draw = random.Random(1)
     sizes = [draw.randrange(40) for _ in range(300)] * 50
     kept = [size for size in sizes if draw.random() > 0.01]
 
     # THEN all others are found
-    assert len(align(sizes, kept)) == len(kept)
+    assert len(align(sizes, kept, most_bits=1 << 24)) == len(kept)

@@ -6,9 +6,9 @@ from typing import Any
 from memfit.allocator.rounding import NO_LIMIT, round_size
 from memfit.core.units import MIB
 from memfit.snapshots.beginning import State, find_beginning
-from memfit.snapshots.reader import Snapshot
+from memfit.snapshots.reader import MemorySnapshot
 
-Saved = Callable[[dict[str, Any]], Snapshot]
+Saved = Callable[[dict[str, Any]], MemorySnapshot]
 A = 1 << 40
 
 
@@ -75,3 +75,12 @@ def test_pages_are_those_of_the_end_with_the_changes_undone(saved: Saved) -> Non
 
 def test_a_block_in_no_segment_is_counted(saved: Saved) -> None:
     assert beginning(saved, [event("free_requested", 512, 512)]).num_unknown == 1
+
+
+def test_unmapped_pages_are_of_the_pool_of_a_block_that_was_there(saved: Saved) -> None:
+    # GIVEN ten pages of 2 MiB, unmapped at once, where a small block was freed; they are no page of 20 MiB
+    freed = [event("free_requested", A + MIB, 1000), event("free_completed", A + MIB, 1000)]
+
+    (old,) = beginning(saved, [*freed, event("segment_unmap", A, 20 * MIB)]).segments
+
+    assert (old.size_bytes, old.is_large) == (20 * MIB, False)

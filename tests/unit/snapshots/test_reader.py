@@ -1,15 +1,18 @@
+import bz2
 import gzip
+import io
 import lzma
 import os
 import pickle
 import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
 from memfit.core.errors import BadFile
-from memfit.snapshots.reader import Frame, read_snapshot
+from memfit.snapshots.reader import StackFrame, read_snapshot
 
 
 class RunsCode:
@@ -48,7 +51,20 @@ def write(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("pack", [bytes, lzma.compress, gzip.compress])
+def zipped(data, name="one.pickle", **more):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for other, content_of_other in more.items():
+            archive.writestr(other, content_of_other)
+        archive.writestr(name, data)
+    return file.getvalue()
+
+
+def saved_by_torch(data):
+    return zipped(data, "archive/data.pkl", **{"archive/version": b"3"})
+
+
+@pytest.mark.parametrize("pack", [bytes, lzma.compress, gzip.compress, bz2.compress, zipped, saved_by_torch])
 def test_events_segments_and_settings(write, pack):
     # GIVEN a snapshot, compressed or not
     frames = [
@@ -63,13 +79,13 @@ def test_events_segments_and_settings(write, pack):
     # THEN everything is in it
     first, second = snapshot.history()
     assert (first.action, first.address, first.size_bytes, first.stream, first.device) == ("alloc", 4096, 100, 0, 0)
-    assert first.frames == (Frame("at::empty", "??", 0), Frame("step", "train.py", 7))
+    assert first.frames == (StackFrame("at::empty", "??", 0), StackFrame("step", "train.py", 7))
     assert [frame.is_python for frame in first.frames] == [False, True]
     assert (second.action, second.address, second.frames) == ("oom", None, ())
     (segment,) = snapshot.segments
     assert (segment.total_bytes, segment.pool, segment.kind) == (2097152, (0, 0), "small")
     assert [(block.address, block.is_allocated) for block in segment.blocks] == [(4096, True), (4608, False)]
-    assert segment.blocks[0].frames == (Frame("f", "a.py", 3),)
+    assert segment.blocks[0].frames == (StackFrame("f", "a.py", 3),)
     assert snapshot.settings == {"max_split_size": -1}
     assert snapshot.devices == (0,)
 
@@ -92,13 +108,24 @@ def test_no_history(write):
 
 
 def test_several_devices(write):
-    snapshot = read_snapshot(write(content([event()], [], [event(size=7)])))
+    snapshot = read_snapshot(write(content([event()], [], [event(size=7), event(address=8192)])))
 
     assert snapshot.devices == (0, 2)
-    assert [one.size_bytes for one in snapshot.history(2)] == [7]
-    with pytest.raises(BadFile, match=re.escape("several devices (0, 2). Name one")):
+    assert [one.size_bytes for one in snapshot.history(2)] == [7, 100]
+    with pytest.raises(
+        BadFile, match=re.escape("(0: 1 allocations; 2: 2 allocations). Name one of them: `--history 2`")
+    ):
         snapshot.history()
     with pytest.raises(BadFile, match=r"no history of device 1; it has that of 0, 2"):
+        snapshot.history(1)
+
+
+def test_a_device_that_was_only_looked_at_has_no_history(write):
+    # GIVEN a second device, of which two snapshots were made and nothing else
+    snapshot = read_snapshot(write(content([event()], [event("snapshot", 0, 0), event("user_defined", 0, 0)])))
+
+    assert len(snapshot.history()) == 1
+    with pytest.raises(BadFile, match=r"no history of device 1; it has that of 0\."):
         snapshot.history(1)
 
 
@@ -110,7 +137,13 @@ def test_several_devices(write):
         (pickle.dumps(content([event()]))[:-40], "is cut off"),
         (lzma.compress(pickle.dumps(content([event()])))[:-40], "is cut off or damaged"),
         (gzip.compress(pickle.dumps(content([event()])))[:-20], "is cut off or damaged"),
+        (zipped(b"", "a", b=b""), "a zip of 2 files, and one snapshot was expected. Unpack it first"),
+        (zipped(pickle.dumps(content()))[:-40], "is cut off or damaged"),
+        (bz2.compress(pickle.dumps(content()))[:-10], "is cut off or damaged"),
         (pickle.dumps([1, 2]), "a dictionary with 'segments'"),
+        (pickle.dumps(content()["segments"]), r"has no history: it is what `torch.cuda.memory_snapshot\(\)` returns"),
+        (pickle.dumps(content([event(size=1 << 100)])), "a number of 64 bits was expected"),
+        (pickle.dumps({"segments": [], "device_traces": [[event()] * 9] * 999}), "hold more events and blocks"),
         (pickle.dumps({"segments": [{"device": 0}]}), "in a form that isn't known"),
         (pickle.dumps({"segments": [], "device_traces": [[{"addr": 1}]]}), "in a form that isn't known"),
         (pickle.dumps(content([RunsCode()])), r"would load \w+\.system"),

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from memfit.core.printing import printable
+from memfit.core.stack import read_version
 from memfit.core.units import format_size
 from memfit.reports.estimate.figures import package_version
 from memfit.reports.parts import Grid, Line, Part, Report
-from memfit.snapshots.difference import Group, Kind, SnapshotDifference
+from memfit.snapshots.difference import DifferenceKind, Group, SnapshotDifference
 
 _MEASURED, _SIMULATED = "measured", "simulated"
 _MOST_GROUPS = 12
 _TITLES = {
-    Kind.MISSING: "Missing: the GPU was asked for it, the simulation was not",
-    Kind.INVENTED: "Invented: the simulation was asked for it, the GPU was not",
-    Kind.MOVED: "In another order",
-    Kind.KEPT_LONGER: "Kept longer by the GPU than by the simulation",
-    Kind.FREED_EARLIER: "Freed earlier by the GPU than by the simulation",
+    DifferenceKind.MISSING: "Missing: the GPU was asked for it, the simulation was not",
+    DifferenceKind.INVENTED: "Invented: the simulation was asked for it, the GPU was not",
+    DifferenceKind.MOVED: "In another order",
+    DifferenceKind.KEPT_LONGER: "Kept longer by the GPU than by the simulation",
+    DifferenceKind.FREED_EARLIER: "Freed earlier by the GPU than by the simulation",
 }
 
 
@@ -45,6 +46,14 @@ def details(result: SnapshotDifference) -> list[str]:
     lines = [counts, f"history {begins}; compared with {steps} of {printable(result.subject)} on {result.device}"]
     if not result.num_operators:
         lines.append("the history has no C++ frames, so that its operators are unknown: record with stacks='all'")
+    simulated = result.versions.get("stack", "")
+    release = ".".join(map(str, read_version(simulated.removeprefix("torch"))[:2]))
+    if result.releases and release and release not in result.releases:
+        made = " or ".join(map(printable, result.releases))
+        lines.append(
+            f"made with PyTorch {made} by the lines of its stacks, simulated with {printable(simulated)}: name its "
+            f"versions, such as --stack torch{printable(result.releases[0])}"
+        )
     if result.ends_early:
         lines.append("the history goes on after what was simulated: simulate more with --steps")
     return lines
@@ -86,14 +95,14 @@ def cells(group: Group) -> tuple[str, ...]:
     )
 
 
-COLUMNS = ("operator", "at", "in", ">count", ">in all", "bytes", ">at the peak")
+COLUMNS = ("|operator", "|at", "in", ">count", ">in all", "bytes", ">at the peak")
 
 
 def _signed(size_bytes: int) -> str:
     return "0" if not size_bytes else ("+" if size_bytes > 0 else "-") + format_size(abs(size_bytes))
 
 
-def groups_of(result: SnapshotDifference, kind: Kind) -> Sequence[Group]:
+def groups_of(result: SnapshotDifference, kind: DifferenceKind) -> Sequence[Group]:
     """The groups that differ in one way."""
     return [group for group in result.groups if group.kind is kind]
 

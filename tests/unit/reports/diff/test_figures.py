@@ -4,10 +4,18 @@ import pytest
 
 from memfit.reports.diff import figures
 from memfit.reports.page import render_page
-from memfit.snapshots.difference import Group, Kind, Levels, SnapshotDifference
+from memfit.snapshots.difference import DifferenceKind, Group, Levels, SnapshotDifference
 
 MISSING = Group(
-    Kind.MISSING, "aten.sum", "net.py:3", "", "at::native::gpu_reduce_kernel", 5, 5000, ((1000, 4), (1000, 1)), 1000
+    DifferenceKind.MISSING,
+    "aten.sum",
+    "net.py:3",
+    "",
+    "at::native::gpu_reduce_kernel",
+    5,
+    5000,
+    ((1000, 4), (1000, 1)),
+    1000,
 )
 
 
@@ -15,7 +23,7 @@ MISSING = Group(
 def result():
     real = Levels(1000, 0, 2**30, 2**30, 2**30)
     simulated = Levels(997, 0, 2**30 - 2**20, 2**30, 2**29)
-    invented = Group(Kind.INVENTED, "aten.clone", "", "net.0", "", 2, 64, ((32, 2),), -64)
+    invented = Group(DifferenceKind.INVENTED, "aten.clone", "", "net.0", "", 2, 64, ((32, 2),), -64)
     groups = (MISSING, invented)
     return SnapshotDifference("s.pickle", "train.py", "a GPU", real, simulated, 995, 0, groups, True, 1000, 0, 2, False)
 
@@ -42,6 +50,22 @@ def test_what_a_history_lacks_is_said(result):
     assert any("stacks='all'" in line for line in lines)
     assert any("--steps" in line for line in lines)
     assert any("begun later" in line and "with set-up of" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("stack", "releases", "is_told"),
+    [
+        ("torch2.13.0-cu130", ("2.1",), True),
+        ("torch2.13.0-cu130", ("2.12", "2.13"), False),
+        ("torch2.6-cu124", ("2.6",), False),
+        ("torch2.6-cu124", (), False),
+        ("", ("2.6",), False),
+    ],
+)
+def test_a_snapshot_of_another_release_is_told(result, stack, releases, is_told):
+    lines = figures.details(replace(result, versions={"stack": stack}, releases=releases))
+
+    assert any("made with PyTorch 2.1 by" in line and "--stack torch2.1" in line for line in lines) == is_told
 
 
 def test_the_same_is_good_news(result):

@@ -4,10 +4,12 @@ Flash attention: flash_api.cpp. Memory-efficient attention: transformers/cuda/at
 allocated, mem_eff_attention/kernel_backward.h for the workspace, kernels/generate_kernels.py for the sizes of blocks.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from memfit.core.stack import Version, since
 from memfit.frameworks.torch.shapes.shapes import HALVES, Arguments, size_bytes
 
 # Devices whose blocks of threads have 160 KiB of shared memory or more, and Volta, whose kernels need less: they run
@@ -17,12 +19,68 @@ _ROOMY = {(7, 0), (8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}
 _TILE_HEADER_BYTES = 16
 
 
+# The releases from which on the state of the random numbers is on the device: always (flash attention), or where none
+# is drawn (memory-efficient attention).
+_FLASH_STATE, _EFFICIENT_STATE = (2, 7), (2, 2)
+
+
+# Blocks of threads that a multiprocessor is taken to run by the rule for splitting keys, by release; none split before.
+_BLOCKS_PER_MULTIPROCESSOR: dict[Version, int] = {(0,): 0, (2, 2): 1, (2, 5): 2}
+_MOST_SPLITS = 128
+
+
 class Blocks(NamedTuple):
     """Rows of queries and of keys that a block of threads works on, and whether it holds its results in registers."""
 
     queries: int
     keys: int
     in_registers: bool
+
+
+def orders(torch_version: Version) -> dict[str, Callable[[Arguments], Sequence[int]]]:
+    """Which outputs are on the device, in the order of their allocation."""
+
+    def efficient(args: Arguments) -> Sequence[int]:
+        draws = len(args) > 5 and args[5] > 0
+        return (0, 1) if draws or torch_version < _EFFICIENT_STATE else (2, 3, 0, 1)
+
+    return {
+        "aten::_scaled_dot_product_efficient_attention": efficient,
+        "aten::_scaled_dot_product_flash_attention": lambda args: (
+            (0, 1, 8) if torch_version < _FLASH_STATE else (0, 1, 6, 7, 8)
+        ),
+    }
+
+
+def flash_forward(args: Arguments, torch_version: Version, num_multiprocessors: int | None) -> list[int]:
+    """Where few rows don't fill the device, keys are split, and results of the parts wait to be joined in float32.
+
+    `set_params_splitkv` in flash_api.cpp; never with dropout.
+    """
+    query, key = args[:2]
+    batch, heads, length, width = query.shape
+    slots = (num_multiprocessors or 0) * since(torch_version, _BLOCKS_PER_MULTIPROCESSOR)
+    if not slots or (len(args) > 3 and args[3] > 0) or not query.numel():
+        return []
+    key_rows = 256 if width <= 64 else 128 if width <= 128 else 64
+    splits = num_splits(batch * heads * -(-length // 64), slots, -(-key.shape[2] // key_rows))
+    rows_bytes = splits * batch * heads * length * 4
+    return [rows_bytes, rows_bytes * -(-width // 32) * 32] if splits > 1 else []
+
+
+def num_splits(num_blocks: int, slots: int, num_key_blocks: int) -> int:
+    """The fewest parts of the keys that fill at least 85% as many of the device's slots as the best number does.
+
+    >>> num_splits(192, 264, 4), num_splits(212, 264, 4)
+    (4, 1)
+    """
+    if 5 * num_blocks >= 4 * slots:
+        return 1
+    numbers = range(1, min(_MOST_SPLITS, slots, num_key_blocks) + 1)
+    # Others would leave the last part without keys.
+    eligible = [n for n in numbers if n == 1 or -(-num_key_blocks // n) != -(-num_key_blocks // (n - 1))]
+    filled = {n: num_blocks * n / slots / -(-num_blocks * n // slots) for n in eligible}
+    return next((n for n in eligible if filled[n] >= 0.85 * max(filled.values())), 1)
 
 
 def flash_backward(args: Arguments, out: Any) -> list[int]:

@@ -8,6 +8,7 @@ cuDNN's convolutions: tensor-core kernels work on channels-last data; given chan
 weight and output in the workspace, with channels padded to the width of a load.
 """
 
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -76,6 +77,9 @@ class CudaInternals:
             "aten::embedding_dense_backward": index_kernels.embedding_backward,
             "aten::index": index_kernels.indexing,
             **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), index_kernels.index_put),
+            "aten::_scaled_dot_product_flash_attention": lambda args, out: attention_kernels.flash_forward(
+                args, self._torch, self._num_multiprocessors
+            ),
             "aten::_scaled_dot_product_flash_attention_backward": attention_kernels.flash_backward,
             **dict.fromkeys(
                 ("aten::_flash_attention_backward", "torch_attn::_varlen_attn_backward"),
@@ -86,6 +90,8 @@ class CudaInternals:
                 attention_kernels.efficient_backward(args, self._capability)
             ),
             "aten::native_layer_norm_backward": self._layer_norm_backward,
+            "aten::native_group_norm": _group_norm,
+            "aten::native_group_norm_backward": _group_norm_backward,
             "aten::_foreach_norm": _norms,
             **self._reductions.table(),
         }
@@ -97,6 +103,14 @@ class CudaInternals:
             "aten::_cudnn_rnn_backward": recurrent.backward_rule,
             "aten::_scaled_mm": self._scaled_product,
             "aten::log_sigmoid_forward": _log_sigmoid,
+        }
+
+    def orders(self) -> dict[str, Callable[[Arguments], Sequence[int]]]:
+        """By operator, numbers of the outputs that are allocated, in order, where that is not each in its turn."""
+        return {
+            # The mask first (`dropout_cuda`, Dropout.cu).
+            "aten::native_dropout": lambda args: (1, 0),
+            **attention_kernels.orders(self._torch),
         }
 
     def _scaled_product(self, func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
@@ -202,6 +216,25 @@ def capability_name(capability: tuple[int, int]) -> str:
 def _contiguous_copies(operands: tuple[Any, ...]) -> list[int]:
     """Copies of operands whose rows don't lie one after another."""
     return [size_bytes(tensor) for tensor in operands if not tensor.is_contiguous()]
+
+
+def _group_norm(args: Arguments, out: Any) -> list[int]:
+    """A factor and a summand for each channel of each sample, where there are weights (group_norm_kernel.cu)."""
+    tensor, weight, bias, samples, channels, positions = args[:6]
+    if positions == 1 or (weight is None and bias is None):
+        return []
+    return [samples * channels * max(4, tensor.element_size())] * 2
+
+
+def _group_norm_backward(args: Arguments, out: Any) -> list[int]:
+    """Two sums for each channel of each sample; then, for its gradient, two terms for each group and the factors."""
+    tensor, weight = args[1], args[4]
+    samples, channels, positions, groups = args[5:9]
+    size = max(4, tensor.element_size())
+    sums, terms = [samples * channels * size] * 2, [samples * groups * size] * 2
+    if positions == 1 or out[0] is None:
+        return sums
+    return [*sums, *terms, *(sums[:1] if weight is not None else [])]
 
 
 def _norms(args: Arguments, out: Any) -> list[int]:

@@ -12,6 +12,7 @@ from memfit.frameworks.torch.shapes.shapes import Arguments, is_mask, size_bytes
 
 # Up to so many indices, the gradient of an embedding is summed without sorting them.
 _UNSORTED_INDICES = 3072
+_ROWS_PER_THREAD = 10
 _INDEX_BYTES = 8
 # CUB sorts as many pairs of 64 bits in one block of threads (256 with nine each), without memory of its own.
 _ONE_TILE = 2304
@@ -87,11 +88,17 @@ def _host_copies(indices: Any) -> list[int]:
 
 
 def embedding_backward(args: Arguments, out: Any) -> list[int]:
-    """Sorted indices and float32 sums of their segments, where they are many (EmbeddingBackwardKernel.cu)."""
-    indices, num_weights = args[1], args[2]
-    count = indices.numel()
+    """Sorted indices and sums of their segments, where they are many (EmbeddingBackwardKernel.cu).
+
+    A segment is one word's rows; a thread sums ten of them, so that there may be more parts than words.
+    """
+    gradient, indices, num_weights = args[:3]
+    count, index_bytes = indices.numel(), indices.element_size()
     if count <= _UNSORTED_INDICES:
         return []
-    # A thread sums ten rows, so that a segment may be split between threads.
-    num_segments = count // 10 + min(count, num_weights)
-    return [*[size_bytes(indices)] * 4, num_segments * args[0].shape[-1] * 4]
+    each, num_segments = count * index_bytes, min(count, num_weights)
+    num_parts = count // _ROWS_PER_THREAD + num_segments
+    # In their new order, where each was before, and a range, which ends with what sorting takes.
+    sort = [each, each, each, sort_bytes(count, num_weights), ~3, ~2]
+    starts = [each, _INDEX_BYTES, num_segments * index_bytes, num_segments * index_bytes, _INDEX_BYTES]
+    return [*sort, *starts, num_parts * index_bytes, num_parts * gradient.shape[-1] * max(4, gradient.element_size())]

@@ -4,9 +4,10 @@ Every operator of the step arrives here after autograd has done its part. It is 
 storage goes to the recorder. What the operator's CUDA or CPU kernel allocates for itself comes from `internals`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         places: Places,
         values: KnownValues | None = None,
         copied_in: Category | None = None,
+        orders: Mapping[str, Callable[[Arguments], Sequence[int]]] = MappingProxyType({}),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
@@ -98,6 +100,8 @@ class SimulatedOperators(internals.TorchDispatchMode):
         self._origin = origin
         self._internals = internals
         self._rules = {**fallbacks.RULES, **rules}
+        # By name, which outputs are allocated, in order, where that is not each in its turn.
+        self._orders = orders
         self._host_is_device = host_is_device
         self._bounds = SizeBounds()
         self._formulas = Formulas(recorder)
@@ -276,7 +280,8 @@ class SimulatedOperators(internals.TorchDispatchMode):
             self._bounds.made_by_data(out, args)
             self._depends_on_data = False
         if fresh:
-            self._add(out, name)
+            order = self._orders.get(internals.name_of(func))
+            self._add(out if order is None else [out[index] for index in order(args)], name)
         internal_bytes = self._internals.get(internals.name_of(func))
         if internal_bytes is not None:
             self._recorder.add_transient(internal_bytes(args, out), name, Category.WORKSPACE)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memfit.core.timeline import Category, Phase
-from memfit.frameworks.torch.kernels.attention_kernels import Blocks, efficient_blocks, workspace_bytes
+from memfit.frameworks.torch.kernels.attention_kernels import Blocks, efficient_blocks, flash_forward, workspace_bytes
 from tests.unit.frameworks.torch.builders import cuda, made_in, run
 
 
@@ -70,3 +70,19 @@ def test_results_that_registers_cannot_hold_are_summed_in_memory():
     size = workspace_bytes(query, query, query, Blocks(64, 64, in_registers=False), is_half=True)
 
     assert size == 12 * (16 * 2 * (16 + 64 * 64 * 4) + 16 * 64 * (128 + 128) * 4)
+
+
+def test_flash_attention_splits_its_keys_where_few_rows_don_t_fill_the_device():
+    # GIVEN 12 heads of 1024 rows: 192 blocks for two slots on each of 132 multiprocessors, 73% of them; 2 parts fill
+    # 384 of 528, 73%, and 4 parts 768 of 792, 97%; 3 of 4 blocks of keys would be as long as 2
+    query = torch.empty(1, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
+    rows = 4 * 12 * 1024
+
+    assert flash_forward((query, query, query, 0.0), (2, 6), 132) == [rows * 4, rows * 64 * 4]
+
+    # WHEN something is dropped, the release has no such rule, or 17 more heads fill the device, there is one part
+    assert flash_forward((query, query, query, 0.1), (2, 6), 132) == []
+    assert flash_forward((query, query, query, 0.0), (2, 1), 132) == []
+    assert flash_forward((query, query, query, 0.0), (2, 6), None) == []
+    many = torch.empty(1, 29, 1024, 64, dtype=torch.bfloat16, device="meta")
+    assert flash_forward((many, many, many), (2, 6), 132) == []

@@ -53,12 +53,69 @@ def test_the_gradient_of_softmax_takes_a_product():
     assert workspaces(made_in(traced, Phase.BACKWARD), "_softmax_backward_data") == [4 * 8 * 4]
 
 
-# Ten words of two numbers: 307 runs of ten indices and ten words give at most 317 segments.
-@pytest.mark.parametrize(("count", "expected"), [(3072, []), (3073, [*[3073 * 8] * 4, 317 * 2 * 4])])
+# Ten words of two numbers: 307 runs of ten indices and ten words give at most 317 parts of segments. Four bits are
+# sorted in one pass, by two blocks of 2304 and more: 256 counts for each, and 256 for the pass.
+SORTED = [*[3073 * 8] * 3, 256 * 4 + 256 * 4, 3073 * 8, 8, 80, 80, 8, 317 * 8, 317 * 2 * 4]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3072, []), (3073, SORTED)])
 def test_the_gradient_of_a_large_embedding_sorts_its_indices_and_sums_segments(count, expected):
     traced = run(nn.Embedding(10, 2), torch.zeros(count, dtype=torch.int64))
 
     assert workspaces(made_in(traced, Phase.BACKWARD), "embedding_dense_backward") == expected
+
+
+def test_dropout_makes_its_mask_before_its_output():
+    traced = run(nn.Sequential(nn.Linear(10, 10), nn.Dropout()), torch.empty(100, 10))
+
+    assert [b.size_bytes for b in made_in(traced, Phase.FORWARD) if "dropout" in b.op] == [1000, 4000]
+
+
+def attention_outputs(dtype, torch_version, **options):
+    def loss(model, batch):
+        mixed = model(batch)
+        return F.scaled_dot_product_attention(mixed, mixed, mixed, **options).sin().sum()
+
+    device = replace(cuda(8, 6), stack=read_stack(f"torch{torch_version}"))
+    traced = run(nn.Linear(32, 32, dtype=dtype), torch.empty(1, 2, 8, 32, dtype=dtype), loss=loss, device=device)
+    return [b.size_bytes for b in made_in(traced, Phase.FORWARD) if "attention" in b.op]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "torch_version", "options", "sizes"),
+    [
+        (torch.float16, "2.6", {}, [1024, 64]),
+        (torch.float16, "2.7", {}, [1024, 64, 16, 8]),
+        (torch.float32, "2.1", {}, [2048, 256]),
+        (torch.float32, "2.6", {}, [8, 8, 2048, 256]),
+        (torch.float32, "2.6", {"dropout_p": 0.1}, [2048, 256]),
+    ],
+)
+def test_the_state_of_attention_s_random_numbers_is_on_the_device_in_some_releases(
+    dtype, torch_version, options, sizes
+):
+    assert attention_outputs(dtype, torch_version, **options) == sizes
+
+
+def test_group_norm_has_numbers_of_channels_and_groups():
+    # GIVEN three samples of eight channels in two groups
+    traced = run(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)), torch.empty(3, 8, 5, 5))
+
+    # THEN there are two numbers for each channel, and in the backward pass three, with two for each group
+    channels, groups = 3 * 8 * 4, 3 * 2 * 4
+    assert workspaces(made_in(traced, Phase.FORWARD), "native_group_norm") == [channels] * 2
+    sizes = workspaces(made_in(traced, Phase.BACKWARD), "native_group_norm_backward")
+    assert sizes == [channels, channels, groups, groups, channels]
+
+
+def test_group_norm_without_weights_or_positions_has_fewer():
+    plain = run(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8, affine=False)), torch.empty(3, 8, 5, 5))
+    flat = run(nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8)), torch.empty(3, 8))
+
+    assert workspaces(made_in(plain, Phase.FORWARD), "native_group_norm") == []
+    assert workspaces(made_in(plain, Phase.BACKWARD), "native_group_norm_backward") == [96, 96, 24, 24]
+    assert workspaces(made_in(flat, Phase.FORWARD), "native_group_norm") == []
+    assert workspaces(made_in(flat, Phase.BACKWARD), "native_group_norm_backward") == [96, 96]
 
 
 def test_the_gradient_of_flash_attention_accumulates_in_float32():
