@@ -19,12 +19,17 @@ from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.device_labels import BARE, Places
 from memfit.frameworks.torch.shapes.formulas import Formulas
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.recorder import Recorder, is_accumulated_in_place, references_of_sole_owner
+from memfit.frameworks.torch.shapes.recorder import (
+    Program,
+    Recorder,
+    is_accumulated_in_place,
+    references_of_sole_owner,
+)
 from memfit.frameworks.torch.shapes.shapes import META, Arguments, Behaviour, Operator, Options, map_nested
 from memfit.frameworks.torch.shapes.values import KnownValues
 
-# (arguments, output) -> bytes of blocks that live only inside the operator.
-Internals = Callable[[Arguments, Any], list[int]]
+# (arguments, output) -> blocks that live only inside the operator.
+Internals = Callable[[Arguments, Any], Program]
 
 _ADD = torch.ops.aten.add.Tensor
 _CAT = torch.ops.aten.cat.default
@@ -272,11 +277,15 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if self._depends_on_data:
             self._bounds.made_by_data(out, args)
             self._depends_on_data = False
-        if fresh:
+        inside = self._internals.get(internals.name_of(func))
+        program = [] if inside is None else inside(args, out)
+        ordered = any(isinstance(part, torch.Tensor) for part in program)
+        if fresh and not ordered:
             self._add(out, name)
-        internal_bytes = self._internals.get(internals.name_of(func))
-        if internal_bytes is not None:
-            self._recorder.add_transient(internal_bytes(args, out), name, Category.WORKSPACE)
+        self._recorder.add_inside(program, name, Category.WORKSPACE)
+        if fresh and ordered:
+            # Those that the program doesn't name.
+            self._add(out, name)
         self._recorder.at_most = False
         return out
 

@@ -66,7 +66,7 @@ def test_a_named_tensor_brings_its_own_origin(recorder):
 
 
 def test_transient_blocks_are_alive_together_and_gone_at_once(recorder):
-    recorder.add_transient([8, 0, 4], "inside", Category.WORKSPACE)
+    recorder.add_inside([8, 0, 4], "inside", Category.WORKSPACE)
 
     assert spans(recorder.timeline()) == [(8, 0, 3), (4, 1, 2)]
 
