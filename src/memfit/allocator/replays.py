@@ -169,6 +169,6 @@ def _replayed(
         requested_peak_bytes=requested_peak,
         num_segments=source.num_segments,
         num_retries=getattr(allocator, "num_retries", 0),
-        num_left_out=num_left_out,
         out_of_memory=out_of_memory,
+        num_left_out=num_left_out,
     )

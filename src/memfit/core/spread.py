@@ -22,8 +22,8 @@ _DEVIATIONS = 1.96
 _SUREST = 0.99
 # Half of the rows of docs/results/coverage.md settled this one; the other half checks it.
 _UNEXPLAINED = 0.02
-# Where cuDNN convolves, the same rows' needs were 2.1% below their estimates in the mean, with a deviation of 2.5%: that
-# is 7.0% below to 2.8% above, of which `_UNEXPLAINED` is a part.
+# Where cuDNN convolves, the same rows needed 2.1% less than estimated in the mean, with a deviation of 2.5%: that is
+# 7.0% below to 2.8% above, of which `_UNEXPLAINED` is a part.
 _CONVOLVED_BELOW, _CONVOLVED_ABOVE = 0.067, 0.02
 # A T4's context grows from 105 to 135 MiB as libraries are loaded; contexts of other devices follow from three. Where
 # 1.28 GiB are assumed for old stacks on an RTX 3090, messages of such runs leave up to 1.92 (docs/results).
