@@ -22,8 +22,8 @@ from memfit.core.units import MIB
 DEFAULT_CSV = rows.DATA / "xmem_cnn_rtx3060.csv"
 IMAGE_SIZE = 86
 STACK = "torch2.6"
-MEDIAN_LIMIT = 0.03
-WORST_LIMIT = 0.10
+MEDIAN_LIMIT = 0.02
+WORST_LIMIT = 0.08
 
 # What is known about rows that miss; shown when they do, never used in a prediction.
 REMARKS = {
@@ -58,6 +58,18 @@ class Outcome:
     def error(self) -> float:
         """Of the reserved peak."""
         return self.estimate.reserved_peak_bytes / self.measured_bytes - 1
+
+    @property
+    def interval_bytes(self) -> tuple[int, int]:
+        """The 95% interval of the reserved peak: the context wasn't measured."""
+        least, most = self.estimate.interval_bytes
+        return least - self.estimate.context_bytes, most - self.estimate.context_bytes
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measured peak is within the interval."""
+        least, most = self.interval_bytes
+        return least <= self.measured_bytes <= most
 
     @property
     def label(self) -> str:
@@ -110,15 +122,26 @@ def bars(outcomes: list[Outcome]) -> list[Bar]:
     """The claims about these rows."""
     errors = [abs(o.error) for o in outcomes]
     middle, worst = median(errors), max(errors)
+    allowed = all(abs(o.error) <= WORST_LIMIT or o.is_inside for o in outcomes)
+    each = f"each row within {WORST_LIMIT:.0%} or its interval"
     return [
         Bar("reserved peak, median", f"{middle:.2%}", f"within {MEDIAN_LIMIT:.0%}", middle <= MEDIAN_LIMIT),
-        Bar("reserved peak, worst row", f"{worst:.2%}", f"within {WORST_LIMIT:.0%}", worst <= WORST_LIMIT),
+        Bar("reserved peak, worst row", f"{worst:.2%}", each, allowed),
     ]
 
 
 def sections(outcomes: list[Outcome]) -> list[str]:
     """The page's body."""
-    headers = ("run", "measured, MiB", "predicted, MiB", "error", "without a limit", "tensor bytes alone", "runs")
+    headers = (
+        "run",
+        "measured, MiB",
+        "predicted, MiB",
+        "error",
+        "without a limit",
+        "tensor bytes alone",
+        "95% interval",
+        "runs",
+    )
     cells = [
         (
             o.label,
@@ -127,6 +150,7 @@ def sections(outcomes: list[Outcome]) -> list[str]:
             percent(o.error),
             percent(o.unlimited_bytes / o.measured_bytes - 1),
             percent(o.estimate.timeline.peak()[1] / o.measured_bytes - 1),
+            " to ".join(f"{size / MIB:,.0f}" for size in o.interval_bytes) + ("" if o.is_inside else ", **outside**"),
             "yes" if o.estimate.fits else "no",
         )
         for o in outcomes

@@ -1,5 +1,6 @@
 """What a device must provide for a whole timeline: the events one after another, on each kind of allocator."""
 
+from collections.abc import Container
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +20,8 @@ def replay(
 
     The first allocation that doesn't fit into the capacity, even after the cache was released, ends the replay: nothing
     is allocated or freed from there on, and that tick and all later ones show the state in which the allocator raised
-    its error. Blocks of 0 bytes take nothing.
+    its error. Blocks of 0 bytes take nothing. A workspace that cuDNN can do without is left out where it doesn't fit:
+    PyTorch takes the next algorithm then (`try_configs` in Conv_v8.cpp), but the cache has been released for it.
     """
     return _cached(timeline, options, capacity_bytes, _requests(timeline), signed_events(timeline))
 
@@ -57,7 +59,8 @@ def _cached(
         sizes = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in requests]
     streams = [0, *(block.stream for block in timeline.blocks)]
     pools = [allocator.pools_of(stream) for stream in streams] if any(streams) else None
-    return _replayed(events, requests, sizes, allocator, allocator.source, pools)
+    optional = {number for number, block in enumerate(timeline.blocks, 1) if is_optional(block.category, block.op)}
+    return _replayed(events, requests, sizes, allocator, allocator.source, pools, optional)
 
 
 def replay_variants(timeline: Timeline, options: AllocatorOptions = DEFAULT_OPTIONS) -> tuple[Replay, ...]:
@@ -121,29 +124,33 @@ def _replayed(
     allocator: Any,
     source: Any,
     pools: list[StreamPools] | None = None,
+    optional: Container[int] = (),
 ) -> Replay:
     """Runs the events; `allocator` counts what is allocated, `source` what is reserved.
 
-    Where blocks are on several streams, `pools` has those of each block.
+    Where blocks are on several streams, `pools` has those of each block. Without `optional` blocks it goes on.
     """
     malloc, free = allocator.malloc, allocator.free
     held: list[Any] = [None] * len(sizes)
     allocated: list[int] = []
     reserved: list[int] = []
-    requested = requested_peak = 0
+    requested = requested_peak = num_left_out = 0
     out_of_memory = None
     for tick, event in enumerate(events):
         if event > 0:
             size = sizes[event]
             if size:
                 block = malloc(size) if pools is None else malloc(size, pools[event])
-                if block is None:
+                if block is not None:
+                    held[event] = block
+                    requested += requests[event]
+                    if requested > requested_peak:
+                        requested_peak = requested
+                elif event in optional:
+                    num_left_out += 1
+                else:
                     out_of_memory = OutOfMemory(tick, requests[event], allocator.allocated, source.reserved)
                     break
-                held[event] = block
-                requested += requests[event]
-                if requested > requested_peak:
-                    requested_peak = requested
         elif event:
             block = held[-event]
             if block is not None:
@@ -163,4 +170,5 @@ def _replayed(
         num_segments=source.num_segments,
         num_retries=getattr(allocator, "num_retries", 0),
         out_of_memory=out_of_memory,
+        num_left_out=num_left_out,
     )

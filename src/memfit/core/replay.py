@@ -51,7 +51,8 @@ class Replay(Shown):
         requested_peak_bytes: greatest sum of what the program asked for, unrounded.
         num_segments: segments held at the end.
         num_retries: how often the cache had to be released for an allocation to succeed.
-        out_of_memory: the first allocation that didn't fit in the capacity, or None.
+        out_of_memory: the first allocation that the step can't do without and that didn't fit in the capacity, or None.
+        num_left_out: how many workspaces that libraries can do without didn't fit.
     """
 
     allocated: tuple[int, ...]
@@ -62,6 +63,7 @@ class Replay(Shown):
     num_segments: int
     num_retries: int = 0
     out_of_memory: OutOfMemory | None = None
+    num_left_out: int = 0
 
     def summary(self) -> str:
         """The peaks."""

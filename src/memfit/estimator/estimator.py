@@ -45,6 +45,8 @@ _CACHE_RELEASED = Note(
     CACHE_RELEASED,
     "the device is nearly full: the allocator must free its cache and retry, which fits but costs time",
 )
+# How exactly the least memory that a step runs in is looked for, as a share of the capacity.
+_SCARCE_STEP = 0.005
 _WORKSPACE_DROPPED = Note(
     WORKSPACE_DROPPED, "it fits only because cuDNN falls back to slower algorithms that need no workspace"
 )
@@ -230,14 +232,14 @@ class Estimator:
             assigned_bytes = exact.assigned_bytes
         device = self.device
         context_bytes = device.context_bytes or 0
-        floor = timeline.without_optional()
+        live_bytes = timeline.without_optional().peak()[1]
         replays: _Replays = (lambda timeline, limit: replay(timeline, options or self._options, limit)), replay_plain
         if assigned_bytes is not None:
             # A compiler laid out the whole step.
             replays = (lambda timeline, limit: _laid_out(timeline, assigned_bytes, limit),) * 2
         elif trace.serving is Serving.BEST_FIT:
             replays = replay_best_fit, replay_plain
-        timeline, answer, notes = _replayed(timeline, floor, device, replays)
+        answer, least_bytes, notes = _replayed(timeline, live_bytes, device, replays)
         reserved = answer.reserved_peak_bytes
         is_cached = device.kind is Kind.CUDA and assigned_bytes is None and trace.serving is Serving.CACHING
         scale = 1 if not batch_size or not self.tracer.batch_size else batch_size / self.tracer.batch_size
@@ -251,7 +253,7 @@ class Estimator:
             replay=answer,
             context_bytes=context_bytes,
             certain_bytes=min(timeline.certain().peak()[1], reserved) + context_bytes,
-            tight_bytes=(reserved if device.kind is Kind.HOST else min(floor.peak()[1], reserved)) + context_bytes,
+            tight_bytes=min(least_bytes, reserved) + context_bytes,
             host=_host_memory(self.job, trace, device, scale, self._framework),
             notes=(*trace.notes, *self.tracer.notes, *notes, *at_most_notes(timeline)),
             spreads=spreads_of(
@@ -312,31 +314,33 @@ def state_of(timeline: Timeline) -> dict[Category, int]:
 
 
 def _replayed(
-    timeline: Timeline, floor: Timeline, device: Device, replays: _Replays
-) -> tuple[Timeline, Replay, tuple[Note, ...]]:
-    """(the timeline as it runs, what the device makes of it, remarks).
+    timeline: Timeline, live_bytes: int, device: Device, replays: _Replays
+) -> tuple[Replay, int, tuple[Note, ...]]:
+    """(what the device makes of a step, the least memory that the step runs in, remarks).
 
-    Where the step doesn't fit, the second is the unlimited one with the failure noted: what would be needed says more
-    than where it broke off. `timeline` has everything the step would like to have, `floor` only what it can't do
-    without.
+    Where the step doesn't fit, the first is the unlimited replay with the failure noted: what would be needed says more
+    than where it broke off. The least is `live_bytes`, unless room is scarce: then it matters where there are holes.
     """
     on_gpu, on_host = replays
     if device.kind is Kind.HOST:
         free = on_host(timeline, None)
         capped = on_host(timeline, device.usable_bytes)
-        return timeline, replace(free, out_of_memory=capped.out_of_memory), ()
+        return replace(free, out_of_memory=capped.out_of_memory), free.reserved_peak_bytes, ()
     free = on_gpu(timeline, None)
     context_bytes = device.context_bytes or 0
     if device.usable_bytes is None or free.reserved_peak_bytes + context_bytes <= device.usable_bytes:
-        return timeline, free, ()
+        return free, live_bytes, ()
     capacity = max(1, device.usable_bytes - context_bytes)
     capped = on_gpu(timeline, capacity)
-    if capped.out_of_memory is None:
-        return timeline, capped, (_CACHE_RELEASED,)
-    lean = on_gpu(floor, capacity)
-    if lean.out_of_memory is None:
-        return floor, lean, (_WORKSPACE_DROPPED,)
-    return timeline, replace(free, out_of_memory=lean.out_of_memory), ()
+    enough = free.reserved_peak_bytes if capped.out_of_memory is not None else capped.reserved_peak_bytes
+    short = live_bytes if capped.out_of_memory is None else max(live_bytes, capacity)
+    while enough - short > _SCARCE_STEP * capacity and live_bytes <= capacity:
+        middle = (short + enough) // 2
+        short, enough = (short, middle) if on_gpu(timeline, middle).out_of_memory is None else (middle, enough)
+    least_bytes = enough if live_bytes <= capacity else live_bytes
+    if capped.out_of_memory is not None:
+        return replace(free, out_of_memory=capped.out_of_memory), least_bytes, ()
+    return capped, least_bytes, (_WORKSPACE_DROPPED if capped.num_left_out else _CACHE_RELEASED,)
 
 
 def _host_memory(job: Job, trace: Trace, device: Device, scale: float, framework: str) -> HostMemory:

@@ -97,6 +97,19 @@ def test_variants_leave_out_and_halve_what_a_library_can_do_without():
     assert len(without.allocated) == timeline.num_ticks
 
 
+def test_a_workspace_that_cudnn_can_do_without_is_left_out_where_it_does_not_fit():
+    # GIVEN a cached segment, a convolution's workspace that is too large, and a tensor that then needs a new segment
+    workspace = block(100, 2, 3, Category.WORKSPACE, "aten.convolution")
+    timeline = Timeline((block(30, 0, 1), workspace, block(40, 4, None)), 5)
+
+    result = replay(timeline, capacity_bytes=64 * MIB)
+
+    # THEN the cache has been released for it, and the step goes on
+    assert (result.out_of_memory, result.num_left_out, result.num_retries) == (None, 1, 1)
+    assert [size // MIB for size in result.reserved] == [30, 30, 0, 0, 40]
+    assert replay(timeline).num_left_out == 0
+
+
 def test_a_step_without_optional_workspaces_has_one_variant():
     timeline = Timeline((block(40, 0, 1),), 2)
 

@@ -422,6 +422,7 @@ def test_a_tight_fit_is_noted():
     for estimate in made:
         assert estimate.certain_bytes <= estimate.tight_bytes <= estimate.peak_bytes <= free.peak_bytes
         assert estimate.fits == (estimate.peak_bytes <= estimate.capacity_bytes)
+        assert estimate.fits == (estimate.tight_bytes <= estimate.capacity_bytes)
         for view in dataclasses.asdict(estimate.breakdown).values():
             assert sum(view.values()) == estimate.peak_bytes
             assert min(view.values()) >= 0

@@ -46,9 +46,11 @@ def test_what_replays_differ_by_is_the_width_of_the_cache():
     one = cache_spread(replayed(GIB), [replayed(GIB - 50 * MIB)])
     several = cache_spread(replayed(GIB), [replayed(GIB), replayed(GIB - 50 * MIB)])
 
-    # THEN what it differs by is one standard deviation, and what they differ by in the mean is the width
-    assert one.above_bytes == pytest.approx(1.96 * 50 * MIB, abs=1)
-    assert several.above_bytes == pytest.approx(50 * MIB / 2**0.5, abs=1)
+    # THEN what it differs by is one standard deviation; and what they differ by in the mean is a width, beside the one
+    # that convolutions have, which mostly take less
+    assert one.below_bytes == one.above_bytes == pytest.approx(1.96 * 50 * MIB, abs=1)
+    assert several.above_bytes == pytest.approx(((50 * MIB) ** 2 / 2 + (0.02 * GIB) ** 2) ** 0.5, abs=1)
+    assert several.below_bytes > 3 * 0.02 * GIB
     assert not several.decides
 
 
@@ -62,7 +64,7 @@ def test_an_assumed_context_is_less_sure_than_a_measured_one():
     assumed = dataclasses.replace(GPU, context_origin=Origin.ASSUMED)
 
     assert named(GPU, replayed(GIB))[CONTEXT_SIZE].above_bytes == 5 * MIB
-    assert named(assumed, replayed(GIB))[CONTEXT_SIZE].above_bytes == 25 * MIB
+    assert named(assumed, replayed(GIB))[CONTEXT_SIZE].above_bytes == 50 * MIB
     assert CONTEXT_SIZE not in named(HOST, replayed(GIB))
 
 

@@ -79,7 +79,7 @@ class GraphMemory:
             if in_pool:
                 args[:] = [self._in_pool(value, allocate) for value in args]
             while due:
-                self.recorder.add_transient([due.pop()], "inductor.autotuning", Category.WORKSPACE)
+                self.recorder.add_inside([due.pop()], "inductor.autotuning", Category.WORKSPACE)
             with uninterrupted():
                 return plain(args)
 

@@ -4,12 +4,12 @@ Flash attention: flash_api.cpp. Memory-efficient attention: transformers/cuda/at
 allocated, mem_eff_attention/kernel_backward.h for the workspace, kernels/generate_kernels.py for the sizes of blocks.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from memfit.core.stack import Version, since
+from memfit.frameworks.torch.shapes.recorder import Program
 from memfit.frameworks.torch.shapes.shapes import HALVES, Arguments, size_bytes
 
 # Devices whose blocks of threads have 160 KiB of shared memory or more, and Volta, whose kernels need less: they run
@@ -37,22 +37,14 @@ class Blocks(NamedTuple):
     in_registers: bool
 
 
-def orders(torch_version: Version) -> dict[str, Callable[[Arguments], Sequence[int]]]:
-    """Which outputs are on the device, in the order of their allocation."""
-
-    def efficient(args: Arguments) -> Sequence[int]:
-        draws = len(args) > 5 and args[5] > 0
-        return (0, 1) if draws or torch_version < _EFFICIENT_STATE else (2, 3, 0, 1)
-
-    return {
-        "aten::_scaled_dot_product_efficient_attention": efficient,
-        "aten::_scaled_dot_product_flash_attention": lambda args: (
-            (0, 1, 8) if torch_version < _FLASH_STATE else (0, 1, 6, 7, 8)
-        ),
-    }
+def flash_forward(args: Arguments, out: Any, torch_version: Version, num_multiprocessors: int | None) -> Program:
+    """The outputs that are on the device, and what split keys take."""
+    numbers = (0, 1, 8) if torch_version < _FLASH_STATE else (0, 1, 6, 7, 8)
+    outputs = [out[number] for number in numbers if isinstance(out[number], torch.Tensor)]
+    return [*outputs, *split_keys(args, torch_version, num_multiprocessors)]
 
 
-def flash_forward(args: Arguments, torch_version: Version, num_multiprocessors: int | None) -> list[int]:
+def split_keys(args: Arguments, torch_version: Version, num_multiprocessors: int | None) -> list[int]:
     """Where few rows don't fill the device, keys are split, and results of the parts wait to be joined in float32.
 
     `set_params_splitkv` in flash_api.cpp; never with dropout.
@@ -112,13 +104,15 @@ def scratch_sizes(query: torch.Tensor, key: torch.Tensor, num_sequences: int | N
     return sizes
 
 
-def efficient_forward(args: Arguments, out: Any) -> list[int]:
-    """In half precision heads of more than 128 are summed up in memory, in float32 (kernel_forward.h)."""
+def efficient_forward(args: Arguments, out: Any, torch_version: Version) -> Program:
+    """The outputs; in half precision heads of more than 128 are summed up in memory, in float32 (kernel_forward.h)."""
+    draws = len(args) > 5 and args[5] > 0
+    outputs = out[:2] if draws or torch_version < _EFFICIENT_STATE else [*out[2:4], *out[:2]]
     value = args[2]
     batch, heads, length, head = args[0].shape
     if value.dtype not in HALVES or max(head, value.shape[-1]) <= 128:
-        return []
-    return [batch * heads * length * value.shape[-1] * 4]
+        return [*outputs]
+    return [*outputs, batch * heads * length * value.shape[-1] * 4]
 
 
 def efficient_backward(args: Arguments, capability: tuple[int, int]) -> list[int]:

@@ -8,7 +8,6 @@ cuDNN's convolutions: tensor-core kernels work on channels-last data; given chan
 weight and output in the workspace, with channels padded to the width of a load.
 """
 
-from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,12 +15,14 @@ import torch
 
 from memfit.core.device import Device
 from memfit.core.estimate import LACKS_PRECISION
-from memfit.core.timeline import Category, Phase
+from memfit.core.timeline import Phase
 from memfit.core.units import KIB
 from memfit.frameworks.torch.kernels import attention_kernels, index_kernels, recurrent
+from memfit.frameworks.torch.kernels.convolution_layout import channels_last_format
 from memfit.frameworks.torch.kernels.fallbacks import Report, Rule
 from memfit.frameworks.torch.kernels.reduction_rules import Reductions
-from memfit.frameworks.torch.shapes.recorder import Recorder
+from memfit.frameworks.torch.kernels.reductions import one_after_another
+from memfit.frameworks.torch.shapes.recorder import Kept, Program, Recorder
 from memfit.frameworks.torch.shapes.shapes import HALVES, META, Arguments, Operator, Options, size_bytes
 from memfit.frameworks.torch.stack import cublas_workspace_bytes, cublaslt_workspace, stack_of
 
@@ -61,31 +62,33 @@ class CudaInternals:
         return {
             **{f"aten::{name}": self._gemm for name in _GEMMS},
             "aten::addmm": self._addmm,
-            "aten::convolution": lambda args, out: self._convolution(args[:2], args[0], args[1], out, args[8]),
-            # One workspace, the same for both passes.
+            "aten::convolution": self._convolution,
             "aten::convolution_backward": self._convolution_backward,
             # The softmax itself and a boolean mask of its -inf inputs; the output is a third tensor (SoftMax.cpp).
             "aten::_safe_softmax": lambda args, out: [size_bytes(out), args[0].numel()],
             # The product of gradient and output (native/cuda/SoftMax.cu).
-            "aten::_softmax_backward_data": lambda args, out: [size_bytes(args[0]), *_contiguous_copies(args[:2])],
+            "aten::_softmax_backward_data": lambda args, out: [size_bytes(args[0]), *_copies(args[:2])],
             # These kernels read rows that lie one after another (`contiguous` in SoftMax.cu, layer_norm_kernel.cu).
-            **dict.fromkeys(
-                ("aten::_softmax", "aten::_log_softmax", "aten::native_layer_norm"),
-                lambda args, out: _contiguous_copies(args[:1]),
-            ),
-            "aten::_log_softmax_backward_data": lambda args, out: _contiguous_copies(args[:2]),
+            **dict.fromkeys(("aten::_softmax", "aten::_log_softmax"), lambda args, out: _copies(args[:1])),
+            # Here the copy is made before the outputs.
+            "aten::native_layer_norm": lambda args, out: [*_copies(args[:1]), *out],
+            "aten::_log_softmax_backward_data": lambda args, out: _copies(args[:2]),
             "aten::embedding_dense_backward": index_kernels.embedding_backward,
             "aten::index": index_kernels.indexing,
             **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), index_kernels.index_put),
+            # The mask first (`dropout_cuda`, Dropout.cu).
+            "aten::native_dropout": lambda args, out: [out[1], out[0]],
             "aten::_scaled_dot_product_flash_attention": lambda args, out: attention_kernels.flash_forward(
-                args, self._torch, self._num_multiprocessors
+                args, out, self._torch, self._num_multiprocessors
             ),
             "aten::_scaled_dot_product_flash_attention_backward": attention_kernels.flash_backward,
             **dict.fromkeys(
                 ("aten::_flash_attention_backward", "torch_attn::_varlen_attn_backward"),
                 attention_kernels.flash_direct_backward,
             ),
-            "aten::_scaled_dot_product_efficient_attention": attention_kernels.efficient_forward,
+            "aten::_scaled_dot_product_efficient_attention": lambda args, out: attention_kernels.efficient_forward(
+                args, out, self._torch
+            ),
             "aten::_scaled_dot_product_efficient_attention_backward": lambda args, out: (
                 attention_kernels.efficient_backward(args, self._capability)
             ),
@@ -105,14 +108,6 @@ class CudaInternals:
             "aten::log_sigmoid_forward": _log_sigmoid,
         }
 
-    def orders(self) -> dict[str, Callable[[Arguments], Sequence[int]]]:
-        """By operator, numbers of the outputs that are allocated, in order, where that is not each in its turn."""
-        return {
-            # The mask first (`dropout_cuda`, Dropout.cu).
-            "aten::native_dropout": lambda args: (1, 0),
-            **attention_kernels.orders(self._torch),
-        }
-
     def _scaled_product(self, func: Operator, args: Arguments, kwargs: Options, report: Report) -> Any:
         if self._capability < _FLOAT8:
             raise RuntimeError(
@@ -121,7 +116,7 @@ class CudaInternals:
             )
         return NotImplemented
 
-    def _gemm(self, args: Arguments, out: Any) -> list[int]:
+    def _gemm(self, args: Arguments, out: Any) -> list[Any]:
         """The workspace of cuBLAS: one per thread that multiplies, kept for good (CublasHandlePool.cpp).
 
         The autograd engine runs the backward pass on a thread of its own, hence a second one.
@@ -134,13 +129,12 @@ class CudaInternals:
                 "emulates it, slowly; it has that of float16 (amp-fp16, fp16)",
             )
         backward = self._recorder.phase is Phase.BACKWARD
-        if backward not in self._threads_with_workspace:
-            self._threads_with_workspace.add(backward)
-            if self._workspace_bytes:
-                self._recorder.add_permanent(self._workspace_bytes, "cuBLAS workspace", Category.WORKSPACE)
-        return []
+        if backward in self._threads_with_workspace or not self._workspace_bytes:
+            return []
+        self._threads_with_workspace.add(backward)
+        return [Kept(self._workspace_bytes, "cuBLAS workspace")]
 
-    def _addmm(self, args: Arguments, out: Any) -> list[int]:
+    def _addmm(self, args: Arguments, out: Any) -> Program:
         """Those of a product; where a bias is added to each row cuBLASLt does it, with a workspace (Blas.cpp)."""
         sizes = self._gemm(args, out)
         bias, _, columns = args[:3]
@@ -150,43 +144,56 @@ class CudaInternals:
         if not self._keeps_lt_workspace:
             return [*sizes, self._lt_workspace_bytes]
         backward = self._recorder.phase is Phase.BACKWARD
-        if backward not in self._threads_with_lt_workspace:
-            self._threads_with_lt_workspace.add(backward)
-            self._recorder.add_permanent(self._lt_workspace_bytes, "cuBLASLt workspace", Category.WORKSPACE)
-        return sizes
+        if backward in self._threads_with_lt_workspace:
+            return sizes
+        self._threads_with_lt_workspace.add(backward)
+        return [*sizes, Kept(self._lt_workspace_bytes, "cuBLASLt workspace")]
 
-    def _convolution_backward(self, args: Arguments, out: Any) -> list[int]:
-        """Those of the two gradients, then the sum that is the bias's."""
-        inside = self._convolution(args[:3], args[1], args[2], args[0], args[9])
-        if not args[10][2]:
-            return inside
-        ends = [~place for place in range(len(inside) - 1, -1, -1)]
-        sums = self._reductions.sum_over(args[0], (0, *range(2, args[0].dim())))
-        return [*inside, *ends, *(size if size >= 0 else size - len(inside) for size in sums)]
+    def _convolution(self, args: Arguments, out: Any) -> Program:
+        """As `cudnn_convolution` does it (Convolution.cpp, ConvShared.cpp)."""
+        data, weight = args[:2]
+        layout = channels_last_format(data, weight) or torch.contiguous_format
+        inside = [*_copies((weight,), layout), *self._workspace(data, weight, out, args[8])]
+        return [*_copies((data,), layout), out, *inside]
 
-    def _layer_norm_backward(self, args: Arguments, out: Any) -> list[int]:
-        """Partial gradients of weight and bias, where rows are many and columns few (layer_norm_kernel.cu)."""
-        copies = _contiguous_copies(args[:2])
+    def _convolution_backward(self, args: Arguments, out: Any) -> Program:
+        """As `convolution_backward` does it: one gradient after another, that of the bias by a sum."""
+        gradient, data, weight = args[:3]
+        by_data, by_weight, by_bias = out
+        layout = channels_last_format(data, weight) or torch.contiguous_format
+        # The same for both passes.
+        workspace = self._workspace(data, weight, gradient, args[9])
+        copies = _copies((gradient,) if by_weight is None else (data, gradient), layout)
+        passes: list[Program] = []
+        if by_data is not None:
+            passes.append([by_data, *_copies((weight,), layout), *workspace])
+        if by_weight is not None:
+            passes.append([by_weight, *workspace])
+        convolved = [*copies, *one_after_another(passes, len(copies))]
+        if by_bias is None:
+            return convolved
+        sums = self._reductions.sum_over(gradient, (0, *range(2, gradient.dim())))
+        return one_after_another([convolved, [by_bias, *sums]])
+
+    def _layer_norm_backward(self, args: Arguments, out: Any) -> Program:
+        """A copy of the input, the outputs, a copy of the gradient (layer_norm_kernel.cu).
+
+        Then partial gradients of weight and bias, where rows are many and columns few.
+        """
+        made = [gradient for gradient in out if gradient is not None]
+        program = [*_copies(args[1:2]), *made, *_copies(args[:1])]
         if self._torch < _PARTIAL_LAYER_NORM or self._num_multiprocessors is None:
-            return copies
+            return program
         columns = prod(args[2])
         rows = args[1].numel() // max(1, columns)
         if rows <= 64 * KIB or columns // _WARP >= self._num_multiprocessors // 2:
-            return copies
+            return program
         num_parts = min(32 * KIB // -(-columns // _WARP), -(-rows // 32))
-        return [*copies, *(num_parts * size_bytes(gradient) for gradient in out[1:] if gradient is not None)]
+        return [*program, *(num_parts * size_bytes(gradient) for gradient in out[1:] if gradient is not None)]
 
-    def _convolution(
-        self, operands: tuple[Any, ...], data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int
-    ) -> list[int]:
-        """Copies of operands that are not in the layout the convolution runs in (`ConvShared.cpp`), and a workspace."""
-        layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-        layout = layouts.get(data.dim(), torch.contiguous_format)
-        is_last = data.dim() in layouts and any(
-            t.is_contiguous(memory_format=layout) and not t.is_contiguous() for t in (data, weight)
-        )
-        wanted = layout if is_last else torch.contiguous_format
-        copies = [size_bytes(t) for t in operands if not t.is_contiguous(memory_format=wanted)]
+    def _workspace(self, data: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> list[int]:
+        """Scratch memory of one pass of cuDNN."""
+        is_last = channels_last_format(data, weight) is not None
         if data.dtype in HALVES:
             converts = self._capability >= (7, 0)
         else:
@@ -196,9 +203,9 @@ class CudaInternals:
             windows = out.numel() // max(out.shape[1], 1) * data.shape[1] * prod(weight.shape[2:])
             self.grouped_bytes = max(self.grouped_bytes, windows * data.element_size())
         if is_last or not converts or groups == data.shape[1] > 1:
-            return copies
+            return []
         width = 8 if data.dtype in HALVES else 4
-        return [*copies, _padded(data, width) + _padded(out, width) + size_bytes(weight)]
+        return [_padded(data, width) + _padded(out, width) + size_bytes(weight)]
 
 
 def _padded(tensor: torch.Tensor, width: int) -> int:
@@ -213,9 +220,9 @@ def capability_name(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _contiguous_copies(operands: tuple[Any, ...]) -> list[int]:
-    """Copies of operands whose rows don't lie one after another."""
-    return [size_bytes(tensor) for tensor in operands if not tensor.is_contiguous()]
+def _copies(operands: tuple[Any, ...], layout: torch.memory_format = torch.contiguous_format) -> list[int]:
+    """Copies of operands that are not in the layout that a kernel reads."""
+    return [size_bytes(tensor) for tensor in operands if not tensor.is_contiguous(memory_format=layout)]
 
 
 def _group_norm(args: Arguments, out: Any) -> list[int]:

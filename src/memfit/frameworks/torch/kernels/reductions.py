@@ -8,10 +8,13 @@ shape and strides, and by nothing else. Shapes are seen there as `TensorIterator
 order of their strides, reduced ones first, neighbours joined.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from memfit.core.device import Device
+from memfit.frameworks.torch.shapes.recorder import Program
 
 _WARP = 32
 _MAX_THREADS = 512
@@ -133,7 +136,7 @@ def _compare(first: int, second: int, shape: tuple[int, ...], operands: tuple[tu
 
 
 def buffers(given: Layout, elements: Elements, device: Multiprocessors) -> list[int]:
-    """What the kernel allocates, as `Recorder.add_transient` takes it.
+    """What the kernel allocates, as `Recorder.add_inside` takes it.
 
     A tensor that is too large for 32-bit offsets is reduced part by part.
 
@@ -147,11 +150,22 @@ def buffers(given: Layout, elements: Elements, device: Multiprocessors) -> list[
     program: list[int] = []
     if not elements.accumulates and elements.carried_bytes > elements.output_bytes:
         program.append(given.num_outputs * elements.carried_bytes)
-    for part in parts:
-        sizes = _of_launch(part, elements, device)
-        first = sum(size >= 0 for size in program)
-        program += sizes
-        program += [~(first + number) for number in range(len(sizes) - 1, -1, -1)]
+    return [*program, *one_after_another((_of_launch(part, elements, device) for part in parts), len(program))]
+
+
+def one_after_another(passes: Iterable[Program], num_before: int = 0) -> list[Any]:
+    """What an operator takes in several passes, each of which gives back what it has taken before the next begins.
+
+    >>> one_after_another([[8, 4], [16]], num_before=1)
+    [8, 4, -3, -2, 16, -4]
+    """
+    program: list[Any] = []
+    first = num_before
+    for part in passes:
+        sizes = [isinstance(size, int) and size >= 0 for size in part]
+        program += [size - first if isinstance(size, int) and size < 0 else size for size in part]
+        program += [~(first + number) for number in range(sum(sizes) - 1, -1, -1)]
+        first += sum(sizes)
     return program
 
 

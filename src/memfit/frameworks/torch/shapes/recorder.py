@@ -7,8 +7,9 @@ and a weak reference on each tensor's storage says when the last tensor, saved v
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -18,6 +19,18 @@ import torch
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.shapes import ByStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A block that an operator takes and nothing ever frees, such as a library's workspace."""
+
+    size_bytes: int
+    name: str
+
+
+Program = Sequence[int | torch.Tensor | Kept]
+"""What an operator does inside, in order: see `Recorder.add_inside`."""
 
 
 class _StorageRef(weakref.ref[Any]):
@@ -108,17 +121,24 @@ class Recorder:
         finally:
             self.current_stream = before
 
-    def add_transient(self, sizes_bytes: list[int], op: str, category: Category) -> None:
-        """Blocks that live only inside one operator; ~i among the sizes ends the i-th block before the others."""
+    def add_inside(self, program: Program, op: str, category: Category) -> None:
+        """Blocks that live only inside one operator, by their sizes, and its outputs where they are made among them.
+
+        ~i ends the i-th block before the others; outputs and what is kept are not counted.
+        """
         started: list[int | None] = []
         try:
-            for size in sizes_bytes:
-                if size >= 0:
-                    started.append(self._start_transient(size, op, category) if size else None)
-                    continue
-                index, started[~size] = started[~size], None
-                if index is not None:
-                    self._end(index)
+            for part in program:
+                if isinstance(part, torch.Tensor):
+                    self.add(part, op)
+                elif isinstance(part, Kept):
+                    self.add_permanent(part.size_bytes, part.name, category)
+                elif part >= 0:
+                    started.append(self._start_transient(part, op, category) if part else None)
+                else:
+                    index, started[~part] = started[~part], None
+                    if index is not None:
+                        self._end(index)
         finally:
             for index in reversed(started):
                 if index is not None:

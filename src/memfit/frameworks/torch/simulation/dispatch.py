@@ -4,10 +4,9 @@ Every operator of the step arrives here after autograd has done its part. It is 
 storage goes to the recorder. What the operator's CUDA or CPU kernel allocates for itself comes from `internals`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,12 +19,17 @@ from memfit.frameworks.torch.shapes import shapes, sparse
 from memfit.frameworks.torch.shapes.device_labels import BARE, Places
 from memfit.frameworks.torch.shapes.formulas import Formulas
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.recorder import Recorder, is_accumulated_in_place, references_of_sole_owner
+from memfit.frameworks.torch.shapes.recorder import (
+    Program,
+    Recorder,
+    is_accumulated_in_place,
+    references_of_sole_owner,
+)
 from memfit.frameworks.torch.shapes.shapes import META, Arguments, Behaviour, Operator, Options, map_nested
 from memfit.frameworks.torch.shapes.values import KnownValues
 
-# (arguments, output) -> bytes of blocks that live only inside the operator.
-Internals = Callable[[Arguments, Any], list[int]]
+# (arguments, output) -> blocks that live only inside the operator.
+Internals = Callable[[Arguments, Any], Program]
 
 _ADD = torch.ops.aten.add.Tensor
 _CAT = torch.ops.aten.cat.default
@@ -79,7 +83,6 @@ class SimulatedOperators(internals.TorchDispatchMode):
         places: Places,
         values: KnownValues | None = None,
         copied_in: Category | None = None,
-        orders: Mapping[str, Callable[[Arguments], Sequence[int]]] = MappingProxyType({}),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
@@ -100,8 +103,6 @@ class SimulatedOperators(internals.TorchDispatchMode):
         self._origin = origin
         self._internals = internals
         self._rules = {**fallbacks.RULES, **rules}
-        # By name, which outputs are allocated, in order, where that is not each in its turn.
-        self._orders = orders
         self._host_is_device = host_is_device
         self._bounds = SizeBounds()
         self._formulas = Formulas(recorder)
@@ -279,12 +280,12 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if self._depends_on_data:
             self._bounds.made_by_data(out, args)
             self._depends_on_data = False
-        if fresh:
-            order = self._orders.get(internals.name_of(func))
-            self._add(out if order is None else [out[index] for index in order(args)], name)
-        internal_bytes = self._internals.get(internals.name_of(func))
-        if internal_bytes is not None:
-            self._recorder.add_transient(internal_bytes(args, out), name, Category.WORKSPACE)
+        inside = self._internals.get(internals.name_of(func))
+        program = [] if inside is None else inside(args, out)
+        # A program that names outputs names all that are on the device.
+        if fresh and not any(isinstance(part, torch.Tensor) for part in program):
+            self._add(out, name)
+        self._recorder.add_inside(program, name, Category.WORKSPACE)
         self._recorder.at_most = False
         return out
 

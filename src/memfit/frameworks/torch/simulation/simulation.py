@@ -110,7 +110,6 @@ class Simulation:
             places=self.places,
             values=self.values,
             copied_in=Category.BATCH if scripted else None,
-            orders={} if cuda is None else cuda.orders(),
         )
         self.stack = stack_of(device)
         self.quantized = Quantized(device, self.places, self.notes.report, self.is_on)

@@ -90,7 +90,7 @@ class TritonKernels:
     def _launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_configurations: int) -> None:
         if num_configurations > 1 and id(kernel) not in self._searched:
             self._searched.add(id(kernel))
-            self._recorder.add_transient([_CLEARED_BYTES], "triton.autotune", Category.WORKSPACE)
+            self._recorder.add_inside([_CLEARED_BYTES], "triton.autotune", Category.WORKSPACE)
         for tensor in tensors((*args, *kwargs.values())):
             self._forget(tensor)
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memfit.core.timeline import Category, Phase
-from memfit.frameworks.torch.kernels.attention_kernels import Blocks, efficient_blocks, flash_forward, workspace_bytes
+from memfit.frameworks.torch.kernels.attention_kernels import Blocks, efficient_blocks, split_keys, workspace_bytes
 from tests.unit.frameworks.torch.builders import cuda, made_in, run
 
 
@@ -78,11 +78,11 @@ def test_flash_attention_splits_its_keys_where_few_rows_don_t_fill_the_device():
     query = torch.empty(1, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
     rows = 4 * 12 * 1024
 
-    assert flash_forward((query, query, query, 0.0), (2, 6), 132) == [rows * 4, rows * 64 * 4]
+    assert split_keys((query, query, query, 0.0), (2, 6), 132) == [rows * 4, rows * 64 * 4]
 
     # WHEN something is dropped, the release has no such rule, or 17 more heads fill the device, there is one part
-    assert flash_forward((query, query, query, 0.1), (2, 6), 132) == []
-    assert flash_forward((query, query, query, 0.0), (2, 1), 132) == []
-    assert flash_forward((query, query, query, 0.0), (2, 6), None) == []
+    assert split_keys((query, query, query, 0.1), (2, 6), 132) == []
+    assert split_keys((query, query, query, 0.0), (2, 1), 132) == []
+    assert split_keys((query, query, query, 0.0), (2, 6), None) == []
     many = torch.empty(1, 29, 1024, 64, dtype=torch.bfloat16, device="meta")
-    assert flash_forward((many, many, many), (2, 6), 132) == []
+    assert split_keys((many, many, many), (2, 6), 132) == []

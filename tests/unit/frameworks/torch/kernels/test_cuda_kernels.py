@@ -254,6 +254,34 @@ def test_the_backward_pass_converts_as_well():
     assert padded(4, 4) in convolution_workspaces(traced, Phase.BACKWARD)
 
 
+def test_gradients_of_a_convolution_are_made_one_after_another():
+    layer = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Conv2d(CHANNELS, 8, 3, padding=1))
+
+    traced = run(layer, torch.empty(BATCH, CHANNELS, SIDE, SIDE))
+
+    # THEN the workspace of the first is given back before the next is there, and the bias's comes last
+    made = [b for b in made_in(traced, Phase.BACKWARD) if b.op == "aten.convolution_backward" and b.module == "1"]
+    by_data, first, by_weight, second, by_bias = made
+    assert [b.size_bytes for b in (by_data, by_weight, by_bias)] == [
+        BATCH * CHANNELS * SIDE * SIDE * 4,
+        CHANNELS * 8 * 9 * 4,
+        8 * 4,
+    ]
+    assert first.size_bytes == second.size_bytes == padded(4, 4)
+    assert first.end < by_weight.start < second.start < second.end < by_bias.start
+
+
+def test_layer_norm_copies_what_it_reads_before_its_output_is_there():
+    # GIVEN channels that come first, as in ConvNeXt
+    norm = nn.LayerNorm(CHANNELS)
+
+    traced = run(norm, torch.empty(BATCH, CHANNELS, SIDE, SIDE), loss=lambda m, b: m(b.permute(0, 2, 3, 1)).sum())
+
+    made = [b for b in forward_blocks(traced) if b.op == "aten.native_layer_norm"]
+    assert [b.category is Category.WORKSPACE for b in made] == [True, False, False, False]
+    assert made[0].size_bytes == made[1].size_bytes
+
+
 def test_a_convolution_of_sequences_and_one_of_volumes_run():
     for layer, data in (
         (nn.Conv1d(3, 4, 3), torch.empty(2, 3, 16)),

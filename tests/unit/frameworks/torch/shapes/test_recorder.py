@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memfit.core.timeline import Category, Mark, Phase
-from memfit.frameworks.torch.shapes.recorder import Recorder, is_accumulated_in_place, references_of_sole_owner
+from memfit.frameworks.torch.shapes.recorder import Kept, Recorder, is_accumulated_in_place, references_of_sole_owner
 from tests.unit.frameworks.torch.builders import made_in, run, sizes, total
 
 
@@ -66,9 +66,17 @@ def test_a_named_tensor_brings_its_own_origin(recorder):
 
 
 def test_transient_blocks_are_alive_together_and_gone_at_once(recorder):
-    recorder.add_transient([8, 0, 4], "inside", Category.WORKSPACE)
+    recorder.add_inside([8, 0, 4], "inside", Category.WORKSPACE)
 
     assert spans(recorder.timeline()) == [(8, 0, 3), (4, 1, 2)]
+
+
+def test_outputs_and_what_is_kept_may_come_between_the_blocks_inside(recorder):
+    out = empty(16)
+    recorder.add_inside([8, out, Kept(32, "library's workspace"), 4, ~0], "inside", Category.WORKSPACE)
+
+    assert spans(recorder.timeline()) == [(8, 0, 4), (16, 1, None), (32, 2, None), (4, 3, 5)]
+    assert [b.op for b in recorder.timeline().blocks][2] == "library's workspace"
 
 
 def test_a_resized_storage_is_a_new_block(recorder):

@@ -118,7 +118,7 @@ def test_a_refused_tensor_is_not_taken_for_a_block_when_it_goes():
 
 def test_transient_blocks_are_given_back_at_once():
     recorder, memory = make()
-    recorder.add_transient([MIB, 0, 2 * MIB], "inside", Category.WORKSPACE)
+    recorder.add_inside([MIB, 0, 2 * MIB], "inside", Category.WORKSPACE)
 
     assert memory.allocated_bytes == 0
     assert recorder.replay(None).allocated == (MIB, 3 * MIB, MIB, 0)
@@ -126,7 +126,7 @@ def test_transient_blocks_are_given_back_at_once():
 
 def test_a_convolution_does_without_its_workspace_when_there_is_no_room():
     recorder, memory = make(SEGMENT)
-    recorder.add_transient([MIB, 30 * MIB], "aten.convolution", Category.WORKSPACE)
+    recorder.add_inside([MIB, 30 * MIB], "aten.convolution", Category.WORKSPACE)
 
     assert recorder.dropped_workspace
     assert memory.allocated_bytes == 0
@@ -137,7 +137,7 @@ def test_any_other_workspace_is_needed():
     recorder, memory = make(SEGMENT)
 
     with pytest.raises(Full) as caught:
-        recorder.add_transient([MIB, 30 * MIB], "aten.sort", Category.WORKSPACE)
+        recorder.add_inside([MIB, 30 * MIB], "aten.sort", Category.WORKSPACE)
 
     # What had been started is given back.
     assert caught.value.args == (30 * MIB, "aten.sort")
