@@ -1,4 +1,4 @@
-"""The size of the source: lines, lines per file and per function, and how many functions have one caller.
+"""The size of the source: lines, lines per file and per function, functions with one caller, and what each file holds.
 
     python -m benchmarks.source_size [FOLDER]
 
@@ -13,7 +13,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.reporting import ROOT
+from benchmarks.reporting import ROOT, Bar, publish, table
+
+SOURCE = ROOT / "src" / "memfit"
 
 
 def percentile(values: list[int], share: float) -> int:
@@ -21,28 +23,75 @@ def percentile(values: list[int], share: float) -> int:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
+def lines_of_code(text: str, tree: ast.Module) -> int:
+    """Lines that are neither blank, nor a comment, nor part of a docstring."""
+    prose: set[int] = set()
+    for node in ast.walk(tree):
+        # Docstrings, and those of fields.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    return sum(bool(line) and not line.startswith("#") and number not in prose for number, line in lines)
+
+
 def main() -> None:
-    """Print a table."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "src"
+    """Count, print and write the page."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCE
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
     words = Counter(re.findall(r"\w+", " ".join(texts.values())))
-    lines = [len(text.splitlines()) for text in texts.values()]
-    functions, lengths, classes, single = 0, [], 0, 0
-    for text in texts.values():
-        for node in ast.walk(ast.parse(text)):
-            classes += isinstance(node, ast.ClassDef)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("__"):
-                functions += 1
-                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
-                single += words[node.name] == 2
-    print(f"files                        {len(lines):>7,}")
-    print(f"lines                        {sum(lines):>7,}")
-    print(f"lines per file, median       {statistics.median(lines):>7,.0f}")
-    print(f"lines per file, p95          {percentile(lines, 0.95):>7,}")
-    print(f"functions                    {functions:>7,}")
-    print(f"lines per function, p95      {percentile(lengths, 0.95):>7,}")
-    print(f"functions with one caller    {single:>7,}")
-    print(f"classes                      {classes:>7,}")
+    lines = {path: len(text.splitlines()) for path, text in texts.items()}
+    code = {path: lines_of_code(text, trees[path]) for path, text in texts.items()}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in functions if not node.name.startswith("__")]
+    lengths = [(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions]
+    num_lines, single = sum(lines.values()), sum(words[node.name] == 2 for node in functions)
+    counts = [
+        ("files", len(lines)),
+        ("lines", num_lines),
+        ("of these: code, not blank, comment or docstring", sum(code.values())),
+        ("lines per file, median", round(statistics.median(lines.values()))),
+        ("lines per file, p95", percentile(list(lines.values()), 0.95)),
+        ("functions", len(functions)),
+        ("lines per function, p95", percentile(lengths, 0.95)),
+        ("functions with one caller", single),
+        ("classes", sum(isinstance(node, ast.ClassDef) for node in nodes)),
+    ]
+    parts: dict[str, list[Path]] = {}
+    for path in texts:
+        parts.setdefault(str(path.parent.relative_to(folder)), []).append(path)
+    by_part = sorted(((sum(map(lines.__getitem__, paths)), part, paths) for part, paths in parts.items()), reverse=True)
+    publish(
+        "source_size",
+        "Size of the source",
+        [
+            Bar("lines of source", f"{num_lines:,}", "at most 58,000", num_lines <= 58_000),
+            Bar("lines per file, p95", f"{counts[4][1]}", "at most 500", counts[4][1] <= 500),
+            Bar("lines per function, p95", f"{counts[6][1]}", "at most 60", counts[6][1] <= 60),
+        ],
+        [
+            "## Counts",
+            table(("count", "number"), [(name, f"{number:,}") for name, number in counts]),
+            "## Parts",
+            table(("part", "files", "lines"), [(part, len(paths), f"{size:,}") for size, part, paths in by_part]),
+            "## Files",
+            table(
+                ("file", "lines", "code", "what it holds"),
+                [
+                    (path.relative_to(folder), lines[path], code[path], summary(trees[path]))
+                    for path in sorted(texts, key=lambda path: -lines[path])
+                    if lines[path] >= 100
+                ],
+            ),
+        ],
+        save=folder == SOURCE,
+    )
+
+
+def summary(tree: ast.Module) -> str:
+    """The first line of the module's docstring."""
+    return (ast.get_docstring(tree) or "").split("\n")[0].replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":
