@@ -102,11 +102,13 @@ class RedirectedFiles:
         real: Iterable[str] = (),  # folders in which writing is real
         keeps_new: bool = False,  # whether what the program opens is real as long as the user has nothing there
         report: Callable[[str, str], None] = lambda code, text: None,  # takes (code, text) of each file kept apart
+        concerns: Callable[[], bool] = lambda: True,  # whether the thread that runs is one of the program's
     ) -> None:
         self._folder = os.path.realpath(folder)
         self._layer = os.path.join(self._folder, LAYER)
         self._keeps_new = keeps_new
         self._report = report
+        self._concerns = concerns
         self._is_active = False
         self._new: set[str] = set()
         self._links = os.path.join(self._folder, _LINKS)
@@ -206,12 +208,15 @@ class RedirectedFiles:
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_active or getattr(_thread, "is_real", False):
+            if not self._applies():
                 return plain(*args, **kwargs)
             with unredirected():
                 return other(plain, *args, **kwargs)
 
         return call
+
+    def _applies(self) -> bool:
+        return self._is_active and not getattr(_thread, "is_real", False) and self._concerns()
 
     # What is known of a path
 
@@ -341,7 +346,7 @@ class RedirectedFiles:
 
             def __init__(self, file: AnyPath, mode: str = "r", *args: Any, **kwargs: Any) -> None:
                 has_opener = len(args) > 1 or kwargs.get("opener") is not None
-                if files._is_active and not has_opener and not getattr(_thread, "is_real", False):
+                if not has_opener and files._applies():
                     file = files._opened(file, mode)
                 super().__init__(file, mode, *args, **kwargs)
 
