@@ -73,14 +73,13 @@ def remove_made(folder: str) -> None:
 def follow(folder: str, *, real: Iterable[str] = ()) -> "RedirectedFiles":
     """Files are kept apart in this process until it ends; as for `RedirectedFiles`."""
     if folder not in _followed:
-        files = RedirectedFiles(folder, real=real)
-        context = files.in_place()
-        context.__enter__()
-        _followed[folder] = files, context
-    return _followed[folder][0]
+        _followed[folder] = RedirectedFiles(folder, real=real)
+        _until_end.enter_context(_followed[folder].in_place())
+    return _followed[folder]
 
 
-_followed: dict[str, tuple["RedirectedFiles", contextlib.AbstractContextManager[None]]] = {}
+_followed: dict[str, "RedirectedFiles"] = {}
+_until_end = contextlib.ExitStack()
 
 
 def _made(folder: str) -> list[str]:
@@ -186,10 +185,7 @@ class RedirectedFiles:
             for name in names
             if hasattr(os, name)
         }
-        able = [(os, name, getattr(os, name)) for name in _CAPABILITIES]
-        able = [
-            (os, name, each | {value for plain, value in values.items() if plain in each}) for _, name, each in able
-        ]
+        able = [(os, name, {values.get(plain, plain) for plain in getattr(os, name)}) for name in _CAPABILITIES]
         values |= {open: self.stand_in(open, self._open), io.FileIO: self._file_type()}
         with contextlib.suppress(ImportError):
             import sqlite3
@@ -302,10 +298,6 @@ class RedirectedFiles:
         os.makedirs(self._layer + folder, exist_ok=True)
         self._report(REDIRECTED, f"{key} was not touched; what was saved there is discarded at the end")
         return self._layer + key
-
-    def _note_link(self) -> None:
-        with open(self._links, "ab"):
-            pass
 
     def _note_made(self, key: str) -> None:
         with open(os.path.join(self._folder, _MADE), "ab", buffering=0) as file:
@@ -420,7 +412,7 @@ class RedirectedFiles:
         else:
             shutil.copy2(here, place, follow_symlinks=False)
         if os.path.islink(place):
-            self._note_link()
+            Path(self._links).touch()
         self._hide(source)
 
     def _rename_folder(self, plain: Plain, source: str, destination: str) -> None:
@@ -457,7 +449,7 @@ class RedirectedFiles:
             plain(src, key, *args, **options)
         else:
             plain(os.fsdecode(src), self._prepared(key), *args, **options)
-            self._note_link()
+            Path(self._links).touch()
 
     def _mkdir(self, plain: Plain, path: AnyPath, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         key, _ = self._resolved(_whole(path, dir_fd))
