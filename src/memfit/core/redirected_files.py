@@ -73,14 +73,13 @@ def remove_made(folder: str) -> None:
 def follow(folder: str, *, real: Iterable[str] = ()) -> "RedirectedFiles":
     """Files are kept apart in this process until it ends; as for `RedirectedFiles`."""
     if folder not in _followed:
-        files = RedirectedFiles(folder, real=real)
-        context = files.in_place()
-        context.__enter__()
-        _followed[folder] = files, context
-    return _followed[folder][0]
+        _followed[folder] = RedirectedFiles(folder, real=real)
+        _until_end.enter_context(_followed[folder].in_place())
+    return _followed[folder]
 
 
-_followed: dict[str, tuple["RedirectedFiles", contextlib.AbstractContextManager[None]]] = {}
+_followed: dict[str, "RedirectedFiles"] = {}
+_until_end = contextlib.ExitStack()
 
 
 def _made(folder: str) -> list[str]:
@@ -102,11 +101,13 @@ class RedirectedFiles:
         real: Iterable[str] = (),  # folders in which writing is real
         keeps_new: bool = False,  # whether what the program opens is real as long as the user has nothing there
         report: Callable[[str, str], None] = lambda code, text: None,  # takes (code, text) of each file kept apart
+        concerns: Callable[[], bool] = lambda: True,  # whether the thread that runs is one of the program's
     ) -> None:
         self._folder = os.path.realpath(folder)
         self._layer = os.path.join(self._folder, LAYER)
         self._keeps_new = keeps_new
         self._report = report
+        self._concerns = concerns
         self._is_active = False
         self._new: set[str] = set()
         self._links = os.path.join(self._folder, _LINKS)
@@ -184,10 +185,7 @@ class RedirectedFiles:
             for name in names
             if hasattr(os, name)
         }
-        able = [(os, name, getattr(os, name)) for name in _CAPABILITIES]
-        able = [
-            (os, name, each | {value for plain, value in values.items() if plain in each}) for _, name, each in able
-        ]
+        able = [(os, name, {values.get(plain, plain) for plain in getattr(os, name)}) for name in _CAPABILITIES]
         values |= {open: self.stand_in(open, self._open), io.FileIO: self._file_type()}
         with contextlib.suppress(ImportError):
             import sqlite3
@@ -206,12 +204,15 @@ class RedirectedFiles:
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_active or getattr(_thread, "is_real", False):
+            if not self._applies():
                 return plain(*args, **kwargs)
             with unredirected():
                 return other(plain, *args, **kwargs)
 
         return call
+
+    def _applies(self) -> bool:
+        return self._is_active and not getattr(_thread, "is_real", False) and self._concerns()
 
     # What is known of a path
 
@@ -298,10 +299,6 @@ class RedirectedFiles:
         self._report(REDIRECTED, f"{key} was not touched; what was saved there is discarded at the end")
         return self._layer + key
 
-    def _note_link(self) -> None:
-        with open(self._links, "ab"):
-            pass
-
     def _note_made(self, key: str) -> None:
         with open(os.path.join(self._folder, _MADE), "ab", buffering=0) as file:
             file.write(json.dumps(key).encode() + b"\n")
@@ -341,7 +338,7 @@ class RedirectedFiles:
 
             def __init__(self, file: AnyPath, mode: str = "r", *args: Any, **kwargs: Any) -> None:
                 has_opener = len(args) > 1 or kwargs.get("opener") is not None
-                if files._is_active and not has_opener and not getattr(_thread, "is_real", False):
+                if not has_opener and files._applies():
                     file = files._opened(file, mode)
                 super().__init__(file, mode, *args, **kwargs)
 
@@ -415,7 +412,7 @@ class RedirectedFiles:
         else:
             shutil.copy2(here, place, follow_symlinks=False)
         if os.path.islink(place):
-            self._note_link()
+            Path(self._links).touch()
         self._hide(source)
 
     def _rename_folder(self, plain: Plain, source: str, destination: str) -> None:
@@ -452,7 +449,7 @@ class RedirectedFiles:
             plain(src, key, *args, **options)
         else:
             plain(os.fsdecode(src), self._prepared(key), *args, **options)
-            self._note_link()
+            Path(self._links).touch()
 
     def _mkdir(self, plain: Plain, path: AnyPath, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         key, _ = self._resolved(_whole(path, dir_fd))

@@ -1,6 +1,7 @@
 """A device for a few lines of a notebook."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -173,3 +174,25 @@ def test_files_that_were_there_stay_and_reports_are_written(tmp_path, monkeypatc
     assert sorted(os.listdir(tmp_path)) == ["log.txt", "model.pt", "new.txt", "report.html"]
     noted = [note.text for note in device.estimate().notes if note.code == "checkpoint-redirected"]
     assert any(f"{tmp_path}/model.pt was not touched" in text for text in noted)
+
+
+def test_threads_that_were_there_before_write_their_files(tmp_path):
+    # GIVEN a log of the user's, and a thread that waits to write to it
+    log, begun, done = tmp_path / "log.txt", threading.Event(), threading.Event()
+    log.write_text("1")
+
+    def write():
+        begun.wait(60)
+        with open(log, "a") as file:
+            file.write("2")
+        done.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    with memfit.simulate("t4"):
+        begun.set()
+        assert done.wait(60)
+        inside = threading.Thread(target=lambda: log.write_text("3"))
+        inside.start()
+        inside.join()
+
+    assert log.read_text() == "12"

@@ -112,8 +112,13 @@ class ScriptRun:
 
     def leave_with(self, leave: Callable[[DryRun], None]) -> None:
         """`leave` ends the process where the script catches every exception, its own end included."""
-        self._leave = leave
-        self.session.counter.ignored = lambda: leave(self._result(EndOfRun()))
+
+        def leave_once(result: DryRun) -> None:
+            self._leave = None
+            leave(result)
+
+        self._leave = leave_once
+        self.session.counter.ignored = lambda: leave_once(self._result(EndOfRun()))
 
     def follow(self) -> None:
         """Simulates from now on in this process, which a script has started."""
@@ -205,9 +210,8 @@ class ScriptRun:
         script = os.getpid()
 
         def leave_at_once(plain: Callable[[int], None], code: int) -> None:
-            leave, self._leave = self._leave, None
-            if leave is not None and os.getpid() == script:
-                leave(self._result(SystemExit(code)))
+            if self._leave is not None and os.getpid() == script:
+                self._leave(self._result(SystemExit(code)))
             plain(code)
 
         return around(os, "_exit", leave_at_once)

@@ -194,7 +194,10 @@ class Session:
             tempfile.TemporaryDirectory(prefix="memfit-dryrun-", ignore_cleanup_errors=True) as folder,
             random_states_kept(),
         ):
-            files = RedirectedFiles(folder, keeps_new=True, report=report)
+            # Other threads of the process go on with files of their own.
+            own = threading.get_ident()
+            concerns = lambda: threading.get_ident() == own or _is_simulated(threading.current_thread())  # noqa: E731
+            files = RedirectedFiles(folder, keeps_new=True, report=report, concerns=concerns)
             checkpoints = Checkpoints(files, report, simulation.look.put, simulation.places.of)
             try:
                 with files.in_place(), self.running([*restoration.replacements(), *checkpoints.replacements()]):
@@ -209,7 +212,7 @@ class Session:
             plain(thread)
 
         def bootstrap(plain: Callable[[Any], None], thread: threading.Thread) -> None:
-            with self.simulation.in_thread() if vars(thread).get("_memfit_simulated") else nullcontext():
+            with self.simulation.in_thread() if _is_simulated(thread) else nullcontext():
                 plain(thread)
 
         def resize(plain: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
@@ -472,6 +475,10 @@ class Session:
             )
         )
         return torch.OutOfMemoryError(message)
+
+
+def _is_simulated(thread: threading.Thread) -> bool:
+    return bool(vars(thread).get("_memfit_simulated"))
 
 
 _active: list[Session] = []
