@@ -33,7 +33,7 @@ class Outcome:
 
 def outcomes_of(name: str, snapshot: MemorySnapshot) -> list[Outcome]:
     """Each device of a snapshot that has a history."""
-    recorded = [device for device, events in enumerate(snapshot.histories) if events]
+    recorded = snapshot.recorded
     if not recorded:
         # Says what is missing.
         snapshot.history()

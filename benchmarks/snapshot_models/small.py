@@ -54,9 +54,9 @@ def optimize_image(steps: int = 10) -> None:
     with torch.autograd.set_detect_anomaly(True):
         for _ in range(steps):
             predicted = model(changed)
-            loss = _image_distance(changed, image) - _label_distance(label, predicted)
+            loss = _image_distance(changed, image) - _label_distance(predicted, label)
             with torch.no_grad():
-                distances = _image_distance(changed, image), -_label_distance(label, predicted)
+                distances = _image_distance(changed, image), -_label_distance(predicted, label)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,7 +1,8 @@
 """Which release of PyTorch made a snapshot, as far as its stacks tell.
 
 A snapshot names no version. But nearly every stack goes through `Module._wrapped_call_impl`, and the line at which it
-calls on differs from release to release (torch/nn/modules/module.py of the wheels).
+calls on differs from release to release. Those of 2.1, 2.2, 2.6 and 2.11 are in snapshots whose release is known, that
+of 2.13 in its wheel; the others are as published tracebacks have them.
 """
 
 from collections.abc import Mapping, Sequence

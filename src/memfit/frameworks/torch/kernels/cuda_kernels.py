@@ -93,6 +93,7 @@ class CudaInternals:
                 attention_kernels.efficient_backward(args, self._capability)
             ),
             "aten::native_layer_norm_backward": self._layer_norm_backward,
+            "aten::native_batch_norm_backward": _batch_norm_backward,
             "aten::native_group_norm": _group_norm,
             "aten::native_group_norm_backward": _group_norm_backward,
             "aten::_foreach_norm": _norms,
@@ -223,6 +224,14 @@ def capability_name(capability: tuple[int, int]) -> str:
 def _copies(operands: tuple[Any, ...], layout: torch.memory_format = torch.contiguous_format) -> list[int]:
     """Copies of operands that are not in the layout that a kernel reads."""
     return [size_bytes(tensor) for tensor in operands if not tensor.is_contiguous(memory_format=layout)]
+
+
+def _batch_norm_backward(args: Arguments, out: Any) -> list[int]:
+    """In training cuDNN makes the gradients of weight and bias also where nobody asks for them (BatchNorm.cpp)."""
+    tensor, weight, trains, wanted = args[1], args[2], args[7], args[9]
+    if not trains or weight is None or tensor.dim() < 3:
+        return []
+    return [size_bytes(weight)] * wanted[1:].count(False)
 
 
 def _group_norm(args: Arguments, out: Any) -> list[int]:

@@ -97,6 +97,16 @@ def test_the_state_of_attention_s_random_numbers_is_on_the_device_in_some_releas
     assert attention_outputs(dtype, torch_version, **options) == sizes
 
 
+@pytest.mark.parametrize(("is_frozen", "expected"), [(True, [8 * 4] * 2), (False, [])])
+def test_the_gradients_of_a_frozen_batch_norm_s_weights_are_made_all_the_same(is_frozen, expected):
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    model[1].requires_grad_(not is_frozen)
+
+    traced = run(model, torch.empty(3, 8, 5, 5))
+
+    assert workspaces(made_in(traced, Phase.BACKWARD), "native_batch_norm_backward") == expected
+
+
 def test_group_norm_has_numbers_of_channels_and_groups():
     # GIVEN three samples of eight channels in two groups
     traced = run(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)), torch.empty(3, 8, 5, 5))
