@@ -3,6 +3,7 @@
 import operator
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,7 +92,7 @@ class Estimator:
         first = self.tracer.batch_size
         trace = self._trace(first)
         if eager and first is not None and time.perf_counter() - started < _EAGER_SECONDS:
-            self._family(max(2, first))
+            self._family(max(2, first), most_further=0)
         return self._estimate(trace.timeline, first, started)
 
     def at_batch(self, batch_size: int) -> Estimate:
@@ -153,22 +154,24 @@ class Estimator:
                 self._traces[batch_size] = self.tracer.trace(batch_size)
         return self._traces[batch_size]
 
-    def _family(self, batch_size: int) -> Family | None:
-        """The step at the sizes around one; None where it isn't the same step at all of them."""
+    def _family(self, batch_size: int, most_further: int = _MOST_FURTHER) -> Family | None:
+        """The step at the sizes around one, by two traces and up to so many more; None where they don't tell all."""
         ends = self._ends(batch_size)
         if ends not in self._families:
-            try:
+            family = None
+            # A step that works at its own batch size only says why when another is asked for.
+            with suppress(StepFailed, BadInput):
                 traces = [(size, self._trace(size).timeline) for size in ends]
                 family = fit(*traces)
-                for size in self._further(*ends):
+                for size in self._further(*ends)[:most_further]:
                     if family is None or family.is_settled:
                         break
                     traces.append((size, self._trace(size).timeline))
                     family = fit(*traces)
-                self._families[ends] = family if family is not None and family.is_settled else None
-            except (StepFailed, BadInput):
-                # The step works at its own batch size only; other sizes will say why when they are asked for.
-                self._families[ends] = None
+            is_settled = family is not None and family.is_settled
+            if not is_settled and not most_further:
+                return None
+            self._families[ends] = family if is_settled else None
         return self._families[ends]
 
     def _further(self, n: int, m: int) -> list[int]:
@@ -180,7 +183,7 @@ class Estimator:
         between = (n + 2 * quarter, n + quarter, m - quarter) if self._has_regimes else ()
         sizes = dict.fromkeys((*between, n + m, 2 * m, 2 * m + n))
         others = [size for size in sizes if size not in (n, m)]
-        return sorted(others, key=lambda size: size not in self._traces)[:_MOST_FURTHER]
+        return sorted(others, key=lambda size: size not in self._traces)
 
     def _ends(self, batch_size: int) -> tuple[int, int]:
         """Two sizes whose traces tell of the one between them.

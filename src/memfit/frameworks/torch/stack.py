@@ -48,9 +48,8 @@ def installed_stack() -> Stack | None:
     digits = re.fullmatch(r"cu(\d+)(\d)", build)
     # A wheel of PyPI doesn't say what it was built for: it is the release's usual one.
     cuda = (int(digits[1]), int(digits[2])) if digits else None if build else default_cuda(torch)
-    return Stack(
-        torch, cuda, *(_installed(name) for name in ("transformers", "peft", "bitsandbytes")), is_installed=True
-    )
+    libraries = (read_version(_written(name)) or None for name in ("transformers", "peft", "bitsandbytes"))
+    return Stack(torch, cuda, *libraries, is_installed=True)
 
 
 def stack_of(device: Device) -> Stack:
@@ -98,10 +97,6 @@ def keeps_4bit_input(stack: Stack) -> bool:
 def keeps_8bit_copy(stack: Stack) -> bool:
     """Whether bitsandbytes keeps a transposed copy of the input of a product with weights of 8 bits."""
     return stack.bitsandbytes is not None and since(stack.bitsandbytes, _KEEPS_8BIT_COPY)
-
-
-def _installed(package: str) -> Version | None:
-    return read_version(_written(package)) or None
 
 
 def _written(package: str) -> str:

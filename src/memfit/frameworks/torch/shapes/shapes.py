@@ -213,7 +213,8 @@ def run(func: Operator, args: Arguments, kwargs: Options, execute: Callable[...,
             _shared(operands),
         )
         known = _cache.get(key)
-    except TypeError:
+    except (TypeError, RuntimeError):
+        # Tensors that are sparse or have no storage, and arguments that can't be keys.
         return execute(func, args, kwargs), None
     if known is not None:
         outputs = known.outputs

@@ -5,7 +5,7 @@ formulas (`torch.utils.flop_counter`), with further ones here for operators that
 kernel must touch at least: every input read once, every output written once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
 from memfit.frameworks.torch.shapes.recorder import Recorder
-from memfit.frameworks.torch.shapes.shapes import HALVES, Known, Operator, tensors
+from memfit.frameworks.torch.shapes.shapes import HALVES, Arguments, Known, Operator, Options, tensors
 from memfit.frameworks.torch.trace.kernel_sizes import flops_of, sizes_of
 
 # They set memory aside or read a number: no kernel runs.
@@ -37,7 +37,6 @@ _IDLE = {
 _LOOKUPS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::_embedding_bag"}
 _FLOATING = [value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_floating_point]
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in _FLOATING}
-_Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 
 class _Figures(NamedTuple):
@@ -78,19 +77,19 @@ class WorkLog:
         module: str,
         phase: Phase,
         func: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Arguments,
+        kwargs: Options,
         out: Any,
         known: Known | None = None,
     ) -> None:
         """Notes one operator, unless it does nothing; `known` is what is kept of its signature."""
         if not self.is_on or _runs_no_kernel(func):
             return
-        figures = _figures(func, args, kwargs, out) if known is None else known.figures
-        if figures is None:
-            figures = known.figures = _figures(func, args, kwargs, out)  # type: ignore[union-attr]
-        if figures is not _NOTHING:
-            self._noted.append((module, phase, figures))
+        known = known or Known(None)
+        if known.figures is None:
+            known.figures = _figures(func, args, kwargs, out)
+        if known.figures is not _NOTHING:
+            self._noted.append((module, phase, known.figures))
 
 
 @cache
@@ -99,7 +98,7 @@ def _runs_no_kernel(func: Operator) -> bool:
     return internals.name_of(func) in _IDLE
 
 
-def _figures(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Figures:
+def _figures(func: Operator, args: Arguments, kwargs: Options, out: Any) -> _Figures:
     name = internals.name_of(func)
     inputs, outputs = list(tensors((*args, *kwargs.values()))), list(tensors((out,)))
     moved_bytes = _moved(name, args, inputs, outputs)
@@ -113,7 +112,7 @@ def _figures(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     return _Figures(name.replace("::", "."), count, moved_bytes, dtype, sizes or ())
 
 
-def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def flops(func: Operator, args: Arguments, kwargs: Options, out: Any) -> int:
     """Floating-point operations of one call; 0 where no formula is known, as for operators that only move data."""
     formula = flop_registry.get(internals.packet_of(func))
     if formula is not None:
@@ -122,10 +121,10 @@ def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
         except Exception:  # a formula of another release, or arguments that it doesn't foresee
             return 0
     own = _FORMULAS.get(internals.name_of(func))
-    return own(args, kwargs, out) if own is not None else 0
+    return own(args) if own is not None else 0
 
 
-def _moved(name: str, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+def _moved(name: str, args: Arguments, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
     """Bytes read and written by one call; 0 for what makes only a view."""
     read = _sizes(inputs)
     written = _sizes(outputs)
@@ -170,34 +169,25 @@ def _attention_products(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
 
-def _recurrent(rows: torch.Tensor, weights: list[torch.Tensor], width: int) -> int:
+def _recurrent(rows: torch.Tensor, weights: Iterable[torch.Tensor]) -> int:
     """Each row of the input (one time step of one sample) meets each weight matrix once."""
     matrices = sum(weight.numel() for weight in weights if weight.dim() >= 2)
-    return 2 * matrices * (rows.numel() // max(1, width))
+    return 2 * matrices * (rows.numel() // max(1, rows.shape[-1]))
 
 
-def _cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    return _recurrent(args[0], list(args[1]), args[0].shape[-1])
-
-
-def _onednn(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    return _recurrent(args[0], list(args[1:3]), args[0].shape[-1])
-
-
-_FORMULAS: dict[str, _Formula] = {
-    "aten::mv": lambda args, kwargs, out: 2 * args[0].numel(),
-    "aten::addmv": lambda args, kwargs, out: 2 * args[1].numel(),
-    "aten::dot": lambda args, kwargs, out: 2 * args[0].numel(),
-    "aten::addbmm": lambda args, kwargs, out: 2 * args[1].numel() * args[2].shape[-1],
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args, kwargs, out: _attention_products(*args[:3]),
+# By operator: operations of a call with these arguments.
+_FORMULAS: dict[str, Callable[[Arguments], int]] = {
+    "aten::mv": lambda args: 2 * args[0].numel(),
+    "aten::addmv": lambda args: 2 * args[1].numel(),
+    "aten::dot": lambda args: 2 * args[0].numel(),
+    "aten::addbmm": lambda args: 2 * args[1].numel() * args[2].shape[-1],
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args: _attention_products(*args[:3]),
     # Scores again, then the gradients of values, probabilities, queries and keys: five products for two.
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
-        lambda args, kwargs, out: _attention_products(*args[1:4]) * 5 // 2
-    ),
-    "aten::_cudnn_rnn": _cudnn,
-    "aten::_cudnn_rnn_backward": lambda args, kwargs, out: 2 * _cudnn(args, kwargs, out),
-    "aten::mkldnn_rnn_layer": _onednn,
-    "aten::mkldnn_rnn_layer_backward": lambda args, kwargs, out: 2 * _onednn(args, kwargs, out),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_products(*args[1:4]) * 5 // 2,
+    "aten::_cudnn_rnn": lambda args: _recurrent(args[0], args[1]),
+    "aten::_cudnn_rnn_backward": lambda args: 2 * _recurrent(args[0], args[1]),
+    "aten::mkldnn_rnn_layer": lambda args: _recurrent(args[0], args[1:3]),
+    "aten::mkldnn_rnn_layer_backward": lambda args: 2 * _recurrent(args[0], args[1:3]),
 }
 
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -215,7 +205,7 @@ class FeatureWatch:
         self._recorder = recorder
         self._products: set[int] = set()
 
-    def ran(self, func: Operator, args: tuple[Any, ...], out: Any, phase: Phase) -> None:
+    def ran(self, func: Operator, args: Arguments, out: Any, phase: Phase) -> None:
         """Looks at one operator."""
         name = internals.name_of(func)
         if phase is Phase.OPTIMIZER:
@@ -235,7 +225,7 @@ class FeatureWatch:
                 self.found.add("batch-norm")
             self._follow_products(name, args, out)
 
-    def _follow_products(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+    def _follow_products(self, name: str, args: Arguments, out: Any) -> None:
         if name in _PRODUCTS and isinstance(out, torch.Tensor):
             self._add(out)
             return

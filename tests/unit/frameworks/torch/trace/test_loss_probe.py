@@ -47,8 +47,8 @@ class Words(nn.Module):
         return self.head(self.dropout(self.embedding(words)))
 
 
-def words():
-    return torch.randint(2, WORDS, (SAMPLES, LENGTH))
+def words(length=LENGTH):
+    return torch.randint(2, WORDS, (SAMPLES, length))
 
 
 def shortened(tensor, value):
@@ -485,22 +485,20 @@ def test_long_sequences_are_cut_and_a_slow_model_is_run_on_two_samples(monkeypat
         return by_word(model, batch)
 
     monkeypatch.setattr("memfit.frameworks.torch.trace.loss_probe._SAMPLES_BY_COST", ((0.0, 8), (0.0, 4)))
-    monkeypatch.setattr("memfit.frameworks.torch.trace.loss_probe._MAX_POSITIONS", 8)
 
     # WHEN it is probed
-    found = find_weighting(Words(), loss, sentences())
+    found = find_weighting(Words(), loss, {"words": words(100), "labels": words(100)})
 
     # THEN it sees parts of two short samples
     assert found.weighting == Weighting("count", "['labels']")
-    assert set(seen.getvalue().splitlines()) == {"1 8", "2 8"}
+    assert set(seen.getvalue().splitlines()) == {"1 64", "2 64"}
 
 
-def test_sequences_that_begin_with_padding_stay_whole(monkeypatch):
-    monkeypatch.setattr("memfit.frameworks.torch.trace.loss_probe._MAX_POSITIONS", 8)
-    labels = words()
-    labels[:, :10] = -100
+def test_sequences_that_begin_with_padding_stay_whole():
+    labels = words(100)
+    labels[:, :70] = -100
 
-    found = find_weighting(Words(), by_word, sentences(labels=labels))
+    found = find_weighting(Words(), by_word, {"words": words(100), "labels": labels})
 
     assert found.weighting == Weighting("count", "['labels']")
 
