@@ -32,7 +32,6 @@ from benchmarks import rows
 from benchmarks.reporting import ROOT
 from benchmarks.step_times import DEFAULT_CSV, FITTED, family_of, half_of, operators, subject_of, table_key
 from memfit.catalogue import find_device
-from memfit.timing.compiling import compiled
 from memfit.timing.rates import Rates, rates_of
 from memfit.timing.step import launch_seconds, operator_seconds, queued
 from memfit.timing.table import Table, between, table_of
@@ -151,11 +150,10 @@ def traced(population: Sequence[rows.Row], path: Path | None) -> Tables:
 
 @dataclass(slots=True)
 class _Group:
-    """Rows of one GPU, compiled or not: distinct operators, and which of them each row runs."""
+    """Rows of one GPU: distinct operators, and which of them each row runs."""
 
     rates: Rates
     gpu: str
-    is_compiled: bool
     indices: list[int]
     distinct: Table
     of_row: list[NDArray[np.int64]]
@@ -168,15 +166,14 @@ class Rows:
         self.rows = [row for row in chosen if table_key(row) in tables]
         self.measured = np.array([float(row["step_ms"]) / 1e3 for row in self.rows])
         self._groups = []
-        for gpu, flag in sorted({(row["gpu"], row["compiled"]) for row in self.rows}):
-            indices = [i for i, row in enumerate(self.rows) if (row["gpu"], row["compiled"]) == (gpu, flag)]
+        for gpu in sorted({row["gpu"] for row in self.rows}):
+            indices = [i for i, row in enumerate(self.rows) if row["gpu"] == gpu]
             made = [tables[table_key(self.rows[i])] for i in indices]
-            made = [compiled(table) for table in made] if flag == "1" else made
             matrix = np.concatenate([_matrix(table) for table in made])
             distinct, inverse = np.unique(matrix, axis=0, return_inverse=True)
             ends = np.cumsum([len(table) for table in made])
             of_row = np.split(inverse.ravel(), ends[:-1])
-            self._groups.append(_Group(_nominal(gpu), gpu, flag == "1", indices, _table(distinct), of_row))
+            self._groups.append(_Group(_nominal(gpu), gpu, indices, _table(distinct), of_row))
 
     @property
     def weights(self) -> Numbers:
@@ -195,19 +192,21 @@ class Rows:
         for group in self._groups:
             rates = sustained(group.rates, group.gpu, parameters)
             kernels = operator_seconds(group.distinct, rates, parameters)
-            launches = launch_seconds(group.distinct, rates, parameters, fused=group.is_compiled)
+            launches = launch_seconds(group.distinct, rates, parameters)
             for index, chosen in zip(group.indices, group.of_row, strict=True):
                 found[index] = queued(kernels[chosen], launches[chosen])
         return found
 
 
 def _matrix(table: Table) -> Numbers:
-    return np.column_stack([table.kind, table.phase, table.dtype, table.flops, table.moved, table.sizes])
+    return np.column_stack(
+        [table.kind, table.phase, table.dtype, table.compiled, table.flops, table.moved, table.sizes]
+    )
 
 
 def _table(matrix: Numbers) -> Table:
     kind, phase, dtype = (matrix[:, column].astype(np.int64) for column in range(3))
-    return Table(kind, phase, dtype, matrix[:, 3], matrix[:, 4], matrix[:, 5:])
+    return Table(kind, phase, dtype, matrix[:, 4], matrix[:, 5], matrix[:, 6:], matrix[:, 3] > 0)
 
 
 def _nominal(gpu: str) -> Rates:

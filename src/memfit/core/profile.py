@@ -27,6 +27,8 @@ class Work:
       weights, 4 of the bias, added up; 0 is the forward pass.
     - All others: bytes written, whether input and output lie in different orders (1), and, of batch norms, whether
       statistics are taken (1).
+
+    `is_compiled` says whether a graph of `torch.compile` runs it.
     """
 
     module: str
@@ -36,6 +38,7 @@ class Work:
     moved_bytes: int
     dtype: str
     sizes: tuple[int, ...] = ()
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ _KINDS = (
     ("clone", Kind.COPY),
     ("copy", Kind.COPY),
     ("cat", Kind.COPY),
+    ("inductor.reduction", Kind.REDUCTION),
     ("aten.sum", Kind.REDUCTION),
     ("aten.mean", Kind.REDUCTION),
     ("aten.var", Kind.REDUCTION),
@@ -94,13 +95,14 @@ class Table:
     flops: NDArray[np.float64]
     moved: NDArray[np.float64]
     sizes: NDArray[np.float64]
+    compiled: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.kind)
 
     def part(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> "Table":
         """Some of the operators."""
-        return Table(*(getattr(self, name)[chosen] for name in ("kind", "phase", "dtype", "flops", "moved", "sizes")))
+        return Table(*(getattr(self, name)[chosen] for name in Table.__slots__))
 
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -119,6 +121,7 @@ def table_of(work: Sequence[Work]) -> Table:
         np.array([one.flops for one in work], dtype=np.float64),
         np.array([one.moved_bytes for one in work], dtype=np.float64),
         sizes,
+        np.array([one.is_compiled for one in work], dtype=bool),
     )
 
 

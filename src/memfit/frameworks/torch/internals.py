@@ -43,6 +43,7 @@ _PATHS = {
     "CompilerCallback": "torch._dynamo.convert_frame.CatchErrorsWrapper",
     "CompilerContext": "torch._dynamo.eval_frame._TorchDynamoContext",
     "ConstantFolder": "torch._inductor.constant_folding.ConstantFolder",
+    "CppScheduling": "torch._inductor.codegen.cpp.CppScheduling",
     "cpu_vec_isa_module": "torch._inductor.cpu_vec_isa",
     "CudaInterface": "torch._dynamo.device_interface.CudaInterface",
     "current_autograd_node": "torch._C._current_autograd_node",
@@ -133,6 +134,7 @@ _PATHS = {
     "tree_leaves": "torch.utils._pytree.tree_leaves",
     "tree_map": "torch.utils._pytree.tree_map",
     "TritonKernel": "torch._inductor.codegen.triton.TritonKernel",
+    "TritonScheduling": "torch._inductor.codegen.triton.TritonScheduling",
     "WeakDependency": "torch._inductor.dependencies.WeakDep",
     "worker_loop": "torch.utils.data._utils.worker._worker_loop",
 }
@@ -373,9 +375,22 @@ def compiler() -> Any:
     return sys.modules.get("torch._dynamo")
 
 
+def load_compiler() -> None:
+    """Loads the compiler's module, which must not meet stand-ins for the libraries that it looks for."""
+    NAMES.find("torch._dynamo")
+
+
 def graph_being_compiled() -> Any:
     """The graph that Inductor lowers in this thread."""
     return NAMES.find("torch._inductor.virtualized.V").graph
+
+
+def traced_size(size: Any) -> int:
+    """The number that a size of the graph in work had when it was traced."""
+    sizes = graph_being_compiled().sizevars
+    # Its name before 2.12.
+    read = getattr(sizes, "optimization_hint", None) or sizes.size_hint
+    return int(read(size))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from memfit.core.profile import Work
 from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
+from memfit.frameworks.torch.compilation.fused_kernels import FusedKernel
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
 from memfit.frameworks.torch.trace.kernel_sizes import flops_of, sizes_of
@@ -48,7 +49,15 @@ class WorkLog:
         self._names: dict[Operator, tuple[str, str]] = {}
 
     def add(
-        self, module: str, phase: Phase, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self,
+        module: str,
+        phase: Phase,
+        func: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         """Notes one operator, unless it does nothing."""
         if not self.is_on:
@@ -61,7 +70,9 @@ class WorkLog:
         name, short = names
         if name in _IDLE:
             return
-        inputs, outputs = list(tensors((*args, *kwargs.values()) if kwargs else args)), list(tensors((out,)))
+        # What is given as `out=` is only written.
+        others = [value for option, value in kwargs.items() if option != "out"]
+        inputs, outputs = list(tensors((*args, *others) if others else args)), list(tensors((out,)))
         moved_bytes = _moved(name, args, inputs, outputs)
         if not moved_bytes:
             return
@@ -70,7 +81,14 @@ class WorkLog:
         count = flops_of(name, sizes)
         if count is None:
             count = flops(func, args, kwargs, out)
-        self.operations.append(Work(module, phase, short, count, moved_bytes, dtype, sizes))
+        self.operations.append(Work(module, phase, short, count, moved_bytes, dtype, sizes, is_compiled))
+
+
+    def add_kernel(self, module: str, phase: Phase, kernel: FusedKernel) -> None:
+        """Notes a kernel of a compiled graph."""
+        if self.is_on and kernel.moved_bytes:
+            sizes = (kernel.written_bytes, 0, 0)
+            self.operations.append(Work(module, phase, kernel.op, 0, kernel.moved_bytes, "", sizes, is_compiled=True))
 
 
 def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
