@@ -274,7 +274,9 @@ class Planner:
             if len(racing) >= most or question.patience.is_over:
                 break
             # The first of those with equal passes has the fastest update.
-            if not candidate.settings.compile and all(candidate.settings.of_passes != known.candidate.settings.of_passes for known in racing):
+            if not candidate.settings.compile and all(
+                candidate.settings.of_passes != known.candidate.settings.of_passes for known in racing
+            ):
                 proof = self._prove(candidate, search)
                 if proof is not None and self._is_kept(proof):
                     racing.append(proof)

@@ -65,8 +65,8 @@ class Fitted:
         check_unfitted(model)
         if settings.compile and internals.is_compiled(model):
             raise BadInput(
-                "the plan compiles the model, but the model given is compiled already. Give the module that it was made "
-                "of, or plan for the compiled one."
+                "the plan compiles the model, but the model given is compiled already. Give the module that it was "
+                "made of, or plan for the compiled one."
             )
         self.settings = settings
         self.model = model

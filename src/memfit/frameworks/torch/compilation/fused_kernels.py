@@ -1,8 +1,8 @@
 """Kernels of compiled graphs: what each reads and writes, in the place of its code.
 
-Inductor's scheduler knows, for every node that is fused into a kernel, which buffers it touches and by which index. What
-one node writes and another reads stays in registers, and is no traffic where no other kernel reads it. Everything else
-passes through the device's memory once, which is how long such kernels take.
+Inductor's scheduler knows, for every node that is fused into a kernel, which buffers it touches and by which index.
+What one node writes and another reads stays in registers, and is no traffic where no other kernel reads it. Everything
+else passes through the device's memory once, which is how long such kernels take.
 """
 
 import itertools

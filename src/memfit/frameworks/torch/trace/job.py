@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 
 from memfit.core.device import Device
-from memfit.core.errors import BadBatch, BadModel, StepFailed
+from memfit.core.errors import BadBatch, BadInput, BadModel, StepFailed
 from memfit.core.estimate import NOT_COMPILED, Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
@@ -118,7 +118,7 @@ class OpenJob:
             elif settings.compile:
                 failed = next((note.text for note in traced.notes if note.code == NOT_COMPILED), "")
                 if failed:
-                    raise BadModel(failed)
+                    raise BadInput(failed)
             return traced
         except StepFailed as failure:
             sizes = sorted({t.shape[0] for t in tensors_in(step.batch) if t.dim()})

@@ -83,7 +83,6 @@ class WorkLog:
             count = flops(func, args, kwargs, out)
         self.operations.append(Work(module, phase, short, count, moved_bytes, dtype, sizes, is_compiled))
 
-
     def add_kernel(self, module: str, phase: Phase, kernel: FusedKernel) -> None:
         """Notes a kernel of a compiled graph."""
         if self.is_on and kernel.moved_bytes:
