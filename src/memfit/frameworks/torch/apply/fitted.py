@@ -321,6 +321,11 @@ def _check(settings: Settings, optimizer: Any) -> None:
             "LBFGS computes the loss several times an update, which goes neither with precision 'amp-fp16' nor with "
             "step_in_backward. Leave both, or take another optimizer."
         )
+    if settings.compile and (settings.checkpoint or settings.offload or settings.num_devices > 1):
+        raise BadInput(
+            "compile goes with neither checkpoint nor offload, because the compiler decides what is kept for the "
+            "backward pass, nor with several devices. Leave one of them."
+        )
     inner = [p for p in settings.offload if any(p.startswith(f"{outer}.") for outer in settings.checkpoint)]
     if inner:
         raise BadInput(

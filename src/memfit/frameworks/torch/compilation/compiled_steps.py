@@ -46,6 +46,8 @@ _LEFT_OUT: dict[str, Any] = {
     "compile_threads": 1,
 }
 _HOST = torch.device("cpu")
+# Compute capability; Inductor leaves code with bfloat16 uncompiled on others.
+_FIRST_WITH_BFLOAT16 = (8, 0)
 # What Triton's benchmark of a kernel overwrites between runs, to empty the cache.
 _FLUSHED_BYTES = 256 * 1024**2
 
@@ -305,6 +307,7 @@ class CompiledSteps:
         answers: dict[str, Any] = {
             "get_device_properties": lambda device=None: properties,
             "get_compute_capability": lambda device=None: 10 * properties.major + properties.minor,
+            "is_bf16_supported": lambda including_emulation=False: capability >= _FIRST_WITH_BFLOAT16,
             "is_triton_capable": lambda device=None: True,
             "raise_if_triton_unavailable": lambda device=None: None,
         }

@@ -215,10 +215,7 @@ def test_channels_last_and_back():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "settings",
-    [Settings(compile=True), Settings(compile=True, micro_batches=3), Settings(compile=True, checkpoint=("0",))],
-)
+@pytest.mark.parametrize("settings", [Settings(compile=True), Settings(compile=True, micro_batches=3)])
 def test_a_compiled_model_takes_the_same_step(settings, monkeypatch):
     # WITHOUT kernels: those of Inductor are in tests/integration/test_compiled_plan.py
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -299,6 +296,7 @@ def test_a_step_needs_a_batch():
         (Settings(2, step_in_backward=True), "can't add up the gradients of 2 micro-batches"),
         (Settings(precision="amp-fp16", step_in_backward=True), "can't go with precision 'amp-fp16'"),
         (Settings(precision="fp8"), "amp-bf16, amp-fp16, or None, not 'fp8'"),
+        (Settings(compile=True, checkpoint=("1",)), "compile goes with neither checkpoint nor offload"),
         (Settings(0), "micro_batches must be at least 1, but 0"),
         (Settings(checkpoint=("1",), offload=("1.0",)), "offload names '1.0', which is part of a module"),
     ],

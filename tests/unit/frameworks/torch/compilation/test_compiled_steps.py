@@ -74,6 +74,13 @@ def test_parameters_of_a_compiled_model_keep_their_names():
     assert named == {"inner.scale"}
 
 
+@pytest.mark.parametrize(("name", "is_compiled"), [("a100-40gb", True), ("t4", False)])
+def test_bfloat16_is_compiled_for_devices_that_have_it(name, is_compiled):
+    step = trace.Step(torch.compile(Chain()), loss, torch.empty(ROWS, WIDTH), precision="amp-bf16")
+    made = trace.trace(step, memfit.find_device(name))
+    assert (NOT_COMPILED not in codes(made)) is any(work.is_compiled for work in made.work) is is_compiled
+
+
 def test_each_graph_of_code_with_a_break_is_compiled():
     whole, broken = traced(torch.compile(Chain())), traced(torch.compile(Chain(breaks=True)))
 
