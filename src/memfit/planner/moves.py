@@ -87,8 +87,9 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     """Names of the moves that `allow` lets in.
 
     Args:
-        allow: any of "exact", "rounding", "changes training" (all moves of that kind, but for `BY_NAME`), names of
-            moves, and "approximate"; a name behind a minus sign is left out, of the default where nothing else is given.
+        allow: any of "exact", "rounding", "changes training" (all moves of that kind but `BY_NAME`), names of
+            moves, and "approximate"; a name behind a minus sign is left out, of the default where nothing else is
+            given.
 
     >>> sorted(allowed_moves(["exact", "-checkpoint"]))
     ['activation-offload', 'donate', 'expandable-segments', 'set-to-none', 'step-in-backward']

@@ -116,6 +116,7 @@ _PATHS = {
     "rebuild_tensor_v3": "torch._utils._rebuild_tensor_v3",
     "rebuild_wrapper": "torch._utils._rebuild_wrapper_subclass",
     "reduce_tensor": "torch.Tensor._reduce_ex_internal",
+    "repeating_module": "torch._dynamo.repro.after_aot",
     "reset_code": "torch._dynamo.eval_frame.reset_code",
     "reset_compiler": "torch._dynamo.reset",
     "restore_location": "torch._utils._get_restore_location",

@@ -10,8 +10,6 @@ from memfit.frameworks.torch.compilation.compiled_steps import AUTOTUNING, CUDA_
 from memfit.frameworks.torch.compilation.inductor_graphs import POOL_STREAM
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.trace import trace
-from memfit.frameworks.torch.trace.job import OpenJob
-from memfit.frameworks.torch.trace.subject import Subject
 from tests.unit.frameworks.torch.builders import AMPERE, HOST
 
 # PyTorch's compiler loads parts of PyTorch that PyTorch deprecates.
@@ -160,13 +158,3 @@ def test_afterwards_the_compiler_is_what_it_was():
     function = torch.compile(Chain(), backend="eager")
     traced(function)
     assert function(torch.ones(2, WIDTH)).device.type == "cpu"
-
-
-def test_a_plan_is_made_for_the_uncompiled_step():
-    job = memfit.Job(torch.compile(Chain()), loss, torch.empty(ROWS, WIDTH))
-    opened = OpenJob(job, HOST)
-    assert opened.compiles
-
-    Subject(opened)
-
-    assert not opened.compiles
