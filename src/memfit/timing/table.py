@@ -66,7 +66,6 @@ _KINDS = (
     ("clone", Kind.COPY),
     ("copy", Kind.COPY),
     ("cat", Kind.COPY),
-    ("inductor.reduction", Kind.REDUCTION),
     ("aten.sum", Kind.REDUCTION),
     ("aten.mean", Kind.REDUCTION),
     ("aten.var", Kind.REDUCTION),

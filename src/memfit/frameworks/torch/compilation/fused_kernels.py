@@ -2,7 +2,7 @@
 
 Inductor's scheduler knows, for every node that is fused into a kernel, which buffers it touches and by which index.
 What one node writes and another reads stays in registers, and is no traffic where no other kernel reads it. Everything
-else passes through the device's memory once, which is how long such kernels take.
+else passes through the device's memory once, which is how long such kernels take: also those that sum up.
 """
 
 import itertools
@@ -15,7 +15,8 @@ from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.patching import Replacement
 
 _PREFIX = "memfit_kernel_"
-POINTWISE, REDUCTION = "inductor.pointwise", "inductor.reduction"
+FUSED = "inductor.fused"
+"""What a fused kernel is called among the operators of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,10 @@ class FusedKernel:
     """A kernel that Inductor made of several operators.
 
     Args:
-        op: `POINTWISE` or `REDUCTION`.
         moved_bytes: what it reads and writes.
         written_bytes: what of it is written.
     """
 
-    op: str
     moved_bytes: int
     written_bytes: int
 
@@ -69,8 +68,7 @@ def kernel_of(nodes: Iterable[Any], removed: Iterable[str]) -> FusedKernel:
     gone = {*removed, *internals.graph_being_compiled().removed_buffers}
     read = _traffic(fused, lambda node: node.read_writes.reads, gone | made)
     written = _traffic(fused, lambda node: node.read_writes.writes, gone)
-    op = REDUCTION if any(node.is_reduction() for node in fused) else POINTWISE
-    return FusedKernel(op, read + written, written)
+    return FusedKernel(read + written, written)
 
 
 def _traffic(nodes: list[Any], accesses: Callable[[Any], Iterable[Any]], left_out: set[str]) -> int:

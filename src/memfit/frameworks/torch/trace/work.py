@@ -15,7 +15,7 @@ from memfit.core.profile import Work
 from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
-from memfit.frameworks.torch.compilation.fused_kernels import FusedKernel
+from memfit.frameworks.torch.compilation.fused_kernels import FUSED, FusedKernel
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import HALVES, Operator, tensors
 from memfit.frameworks.torch.trace.kernel_sizes import flops_of, sizes_of
@@ -87,7 +87,7 @@ class WorkLog:
         """Notes a kernel of a compiled graph."""
         if self.is_on and kernel.moved_bytes:
             sizes = (kernel.written_bytes, 0, 0)
-            self.operations.append(Work(module, phase, kernel.op, 0, kernel.moved_bytes, "", sizes, is_compiled=True))
+            self.operations.append(Work(module, phase, FUSED, 0, kernel.moved_bytes, "", sizes, is_compiled=True))
 
 
 def flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
