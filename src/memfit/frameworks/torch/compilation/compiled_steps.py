@@ -117,8 +117,6 @@ class CompiledSteps:
         """Compiles while it lasts. Where not `shapes_vary`, other sizes don't make a graph one of any size."""
         dynamo = internals.compiler()
         settings: dict[str, Any] = {} if shapes_vary else {"automatic_dynamic_shapes": False}
-        if hasattr(dynamo.config, "run_gc_after_compile"):
-            settings["run_gc_after_compile"] = False
         try:
             with (
                 dynamo.config.patch(**settings),
