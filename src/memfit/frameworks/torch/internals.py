@@ -116,7 +116,6 @@ _PATHS = {
     "rebuild_tensor_v3": "torch._utils._rebuild_tensor_v3",
     "rebuild_wrapper": "torch._utils._rebuild_wrapper_subclass",
     "reduce_tensor": "torch.Tensor._reduce_ex_internal",
-    "repeating_module": "torch._dynamo.repro.after_aot",
     "reset_code": "torch._dynamo.eval_frame.reset_code",
     "reset_compiler": "torch._dynamo.reset",
     "restore_location": "torch._utils._get_restore_location",
@@ -134,8 +133,7 @@ _PATHS = {
     "top_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
     "tree_map": "torch.utils._pytree.tree_map",
-    "TritonKernel": "torch._inductor.codegen.triton.TritonKernel",
-    "TritonScheduling": "torch._inductor.codegen.triton.TritonScheduling",
+    "triton_module": "torch._inductor.codegen.triton",
     "WeakDependency": "torch._inductor.dependencies.WeakDep",
     "worker_loop": "torch.utils.data._utils.worker._worker_loop",
 }
@@ -371,27 +369,14 @@ def checks_program(function: Any) -> bool:
     return module.startswith("torch._higher_order_ops") or name == "_flex_attention_hop_wrapper"
 
 
-def compiler() -> Any:
-    """The compiler's module; None where it isn't loaded."""
-    return sys.modules.get("torch._dynamo")
-
-
-def load_compiler() -> None:
-    """Loads the compiler's module, which must not meet stand-ins for the libraries that it looks for."""
-    NAMES.find("torch._dynamo")
+def compiler(*, loads: bool = False) -> Any:
+    """The compiler's module; None where it isn't loaded, unless it `loads` now."""
+    return NAMES.find("torch._dynamo") if loads else sys.modules.get("torch._dynamo")
 
 
 def graph_being_compiled() -> Any:
     """The graph that Inductor lowers in this thread."""
     return NAMES.find("torch._inductor.virtualized.V").graph
-
-
-def traced_size(size: Any) -> int:
-    """The number that a size of the graph in work had when it was traced."""
-    sizes = graph_being_compiled().sizevars
-    # Its name before 2.12.
-    read = getattr(sizes, "optimization_hint", None) or sizes.size_hint
-    return int(read(size))
 
 
 @contextmanager

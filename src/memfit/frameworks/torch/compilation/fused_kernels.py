@@ -6,6 +6,7 @@ else passes through the device's memory once, which is how long such kernels tak
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
@@ -52,7 +53,7 @@ class Kernels:
             self._made[name] = kernel_of(nodes, getattr(kernel, "removed_buffers", ()))
             return name
 
-        schedulings = internals.TritonScheduling, internals.CppScheduling
+        schedulings = internals.triton_module.TritonScheduling, internals.CppScheduling
         return (Replacement(scheduling, "define_kernel", define) for scheduling in schedulings)
 
 
@@ -88,5 +89,5 @@ def _traffic(nodes: list[Any], accesses: Callable[[Any], Iterable[Any]], left_ou
 
 
 def _number(size: Any) -> int:
-    """A size of the graph; where it varies, the one that it was traced at."""
-    return int(size) if isinstance(size, int) or size.is_number else int(internals.traced_size(size))
+    """A size of the graph, as a limit; one that varies limits nothing."""
+    return int(size) if isinstance(size, int) or size.is_number else sys.maxsize

@@ -251,7 +251,7 @@ def compiler_replacements(memory: GraphMemory) -> list[Replacement]:
     ]
     if memory.on_cuda:
         replacements += [
-            Replacement(internals.TritonKernel, "codegen_kernel", write_no_kernel),
+            Replacement(internals.triton_module.TritonKernel, "codegen_kernel", write_no_kernel),
             Replacement(internals.inductor_scheduler_module, "has_triton", lambda *args: True),
             Replacement(joint, "lazy_init", initialize(joint.lazy_init)),
             *_device_lines(),

@@ -20,15 +20,15 @@ from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 def leaves_out(is_on: Callable[[], bool]) -> list[Replacement]:
     """What stands in for parts of the compiler while `is_on`."""
+    scheduling = internals.triton_module.TritonScheduling
     return [
         around(internals.KernelScheduling, "codegen_node_schedule_with_kernel", _note_uses, is_on),
         # Reads an environment variable for every pattern at every node.
         around(internals.pattern_matcher_module, "_should_debug_node", lambda plain, name: False, is_on),
-        # For logs, programs that repeat a failure, and a cache that isn't used.
+        # For logs, and a cache that isn't used.
         around(torch.fx.GraphModule, "print_readable", lambda plain, graph, *arguments, **options: "", is_on),
-        around(internals.repeating_module, "save_graph_repro", lambda plain, *arguments, **options: None, is_on),
         around(internals.compile_fx_module, "wrap_compiler_debug", _as_it_is, is_on),
-        around(internals.TritonScheduling, "codegen_comment", lambda plain, *arguments, **options: None, is_on),
+        around(scheduling, "codegen_comment", lambda plain, *arguments, **options: None, is_on),
     ]
 
 

@@ -108,7 +108,8 @@ class _Tracer:
                 stack.enter_context(self.hooked.carried_over(step.model, copies))
             stack.enter_context(swapped(step.model, copies))
             if step.settings is not None and step.settings.compile:
-                internals.load_compiler()
+                # Not where it would meet stand-ins for libraries that it looks for.
+                internals.compiler(loads=True)
             batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self.simulation.running())
             if self.compiles and internals.compiler() is not None:
