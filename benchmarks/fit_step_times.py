@@ -1,6 +1,6 @@
 """Fits the parameters of the time model, and writes the packaged file (src/memfit/timing/parameters.json).
 
-    python -m benchmarks.fit_step_times [--csv PATH] [--tables FILE] [--rounds N] [--share S]
+    python -m benchmarks.fit_step_times [--csv PATH] [--tables FILE [--kept]] [--rounds N] [--share S] [--only NAMES]
 
 Only rows of the families in the fitted half are read (`benchmarks.step_times.half_of`). Each parameter is a physical
 quantity with a guess from documents or experience and a bound (`GUESSES`, `LIMITS`); a robust least-squares fit of the
@@ -10,7 +10,8 @@ that no family decides alone; training counts as much as inference.
 The interval comes from the same rows: the families of the half are divided in two again, parameters are fitted to each
 part, and the errors on the other part are what the interval has to cover.
 
-`--tables` keeps the traced operators in a file, so that the next fit needs no trace.
+`--tables` keeps the traced operators in a file, so that the next fit needs no trace; with `--kept`, rows that aren't in
+it are left out. `--only` fits some parameters; all else stays as it is.
 """
 
 import argparse
@@ -32,7 +33,6 @@ from benchmarks import rows
 from benchmarks.reporting import ROOT
 from benchmarks.step_times import DEFAULT_CSV, FITTED, family_of, half_of, operators, subject_of, table_key
 from memfit.catalogue import find_device
-from memfit.timing.compiling import compiled
 from memfit.timing.rates import Rates, rates_of
 from memfit.timing.step import launch_seconds, operator_seconds, queued
 from memfit.timing.table import Table, between, table_of
@@ -92,6 +92,9 @@ GUESSES = {
     "depthwise_first_weight": 0.05,
     "depthwise_memory": 0.7,
     "depthwise_first_memory": 0.6,
+    # Of convolutions in compiled graphs, whose tensors Inductor lays out for them.
+    "convolution_memory_compiled": 0.75,
+    "depthwise_memory_compiled": 0.7,
     # The processor, for each operator.
     "launch_forward": 8e-6,
     "launch_backward": 8e-6,
@@ -103,12 +106,13 @@ GUESSES = {
 ASSUMED = {"feeding": 0.15, "recurrent": 0.25}
 _SHARES = """
 elementwise reduction norm norm_backward batch_norm batch_norm_backward softmax window permuted product_memory
-convolution_memory depthwise_memory depthwise_first_memory
+convolution_memory depthwise_memory depthwise_first_memory depthwise_memory_compiled
 """.split()  # noqa: SIM905
 LIMITS = {
     **dict.fromkeys(_SHARES, 0.95),
     **{name: 1.0 for name in GUESSES if name.startswith(("channels_first_", "grouped_", "attention", "convolution_"))},
     "convolution_memory": 0.95,
+    "convolution_memory_compiled": 0.95,
     "cache_speed": 6.0,
     "kernel_seconds": 5e-6,
     "turned": 1.5,
@@ -151,11 +155,10 @@ def traced(population: Sequence[rows.Row], path: Path | None) -> Tables:
 
 @dataclass(slots=True)
 class _Group:
-    """Rows of one GPU, compiled or not: distinct operators, and which of them each row runs."""
+    """Rows of one GPU: distinct operators, and which of them each row runs."""
 
     rates: Rates
     gpu: str
-    is_compiled: bool
     indices: list[int]
     distinct: Table
     of_row: list[NDArray[np.int64]]
@@ -168,15 +171,14 @@ class Rows:
         self.rows = [row for row in chosen if table_key(row) in tables]
         self.measured = np.array([float(row["step_ms"]) / 1e3 for row in self.rows])
         self._groups = []
-        for gpu, flag in sorted({(row["gpu"], row["compiled"]) for row in self.rows}):
-            indices = [i for i, row in enumerate(self.rows) if (row["gpu"], row["compiled"]) == (gpu, flag)]
+        for gpu in sorted({row["gpu"] for row in self.rows}):
+            indices = [i for i, row in enumerate(self.rows) if row["gpu"] == gpu]
             made = [tables[table_key(self.rows[i])] for i in indices]
-            made = [compiled(table) for table in made] if flag == "1" else made
             matrix = np.concatenate([_matrix(table) for table in made])
             distinct, inverse = np.unique(matrix, axis=0, return_inverse=True)
             ends = np.cumsum([len(table) for table in made])
             of_row = np.split(inverse.ravel(), ends[:-1])
-            self._groups.append(_Group(_nominal(gpu), gpu, flag == "1", indices, _table(distinct), of_row))
+            self._groups.append(_Group(_nominal(gpu), gpu, indices, _table(distinct), of_row))
 
     @property
     def weights(self) -> Numbers:
@@ -195,19 +197,21 @@ class Rows:
         for group in self._groups:
             rates = sustained(group.rates, group.gpu, parameters)
             kernels = operator_seconds(group.distinct, rates, parameters)
-            launches = launch_seconds(group.distinct, rates, parameters, fused=group.is_compiled)
+            launches = launch_seconds(group.distinct, rates, parameters)
             for index, chosen in zip(group.indices, group.of_row, strict=True):
                 found[index] = queued(kernels[chosen], launches[chosen])
         return found
 
 
 def _matrix(table: Table) -> Numbers:
-    return np.column_stack([table.kind, table.phase, table.dtype, table.flops, table.moved, table.sizes])
+    return np.column_stack(
+        [table.kind, table.phase, table.dtype, table.compiled, table.flops, table.moved, table.sizes]
+    )
 
 
 def _table(matrix: Numbers) -> Table:
     kind, phase, dtype = (matrix[:, column].astype(np.int64) for column in range(3))
-    return Table(kind, phase, dtype, matrix[:, 3], matrix[:, 4], matrix[:, 5:])
+    return Table(kind, phase, dtype, matrix[:, 4], matrix[:, 5], matrix[:, 6:], matrix[:, 3] > 0)
 
 
 def _nominal(gpu: str) -> Rates:
@@ -224,17 +228,18 @@ def sustained(rates: Rates, gpu: str, parameters: Mapping[str, float]) -> Rates:
     )
 
 
-def fit(measured: Rows, start: Parameters, num_rounds: int) -> Parameters:
-    """Parameters that explain the rows best."""
+def fit(measured: Rows, start: Parameters, num_rounds: int, only: Sequence[str] = ()) -> Parameters:
+    """Parameters that explain the rows best; where `only` some are fitted, the others are those of the start."""
     gpus = sorted({row["gpu"] for row in measured.rows} - {REFERENCE})
     guesses = GUESSES | {form.format(gpu): 1.0 for gpu in gpus for form in (FLOPS, BANDWIDTH)}
-    names, weights = list(guesses), measured.weights
+    names, weights = list(only or guesses), measured.weights
+    others = ASSUMED | (dict(start) if only else {})
     guess = np.log([guesses[name] for name in names])
     highest = np.log([LIMITS.get(name, np.inf) for name in names])
     first = np.minimum(np.log([start.get(name, guesses[name]) for name in names]), highest - 1e-3)
 
     def made(step: Numbers) -> Parameters:
-        return ASSUMED | dict(zip(names, map(float, np.exp(first + step)), strict=True))
+        return others | dict(zip(names, map(float, np.exp(first + step)), strict=True))
 
     def distances(step: Numbers) -> Numbers:
         errors = np.log(measured.predict(made(step)) / measured.measured)
@@ -252,7 +257,9 @@ def part_of(model: str) -> int:
     return hashlib.sha256(family_of(model).encode()).digest()[1] % 2
 
 
-def spreads(chosen: Sequence[rows.Row], tables: Tables, start: Parameters, num_rounds: int) -> dict[str, list[float]]:
+def spreads(
+    chosen: Sequence[rows.Row], tables: Tables, start: Parameters, num_rounds: int, only: Sequence[str] = ()
+) -> dict[str, list[float]]:
     """Percentiles of measured over predicted time, in logarithms, of each kind of step, on families not fitted to."""
     errors: dict[str, list[float]] = defaultdict(list)
     for part in (0, 1):
@@ -277,6 +284,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=DEFAULT_CSV, help="measured rows")
     parser.add_argument("--tables", type=Path, help="file that keeps the traced operators")
     parser.add_argument("--rounds", type=int, default=12, help="steps of the fit")
+    parser.add_argument("--kept", action="store_true", help="leave out rows whose operators the file hasn't")
+    parser.add_argument("--only", default="", metavar="NAMES", help="parameters to fit, with commas; default: all")
     parser.add_argument("--share", type=float, default=1.0, help="of the rows of inference, chosen by a hash")
     options = parser.parse_args()
     chosen = [
@@ -284,15 +293,17 @@ def main() -> None:
         for row in rows.read_rows(options.csv)
         if half_of(row["model"]) == FITTED and (row["mode"] == "training" or _is_kept(row, options.share))
     ]
-    tables = traced(chosen, options.tables)
+    tables = pickle.loads(options.tables.read_bytes()) if options.kept else traced(chosen, options.tables)
+    only = [name for name in options.only.split(",") if name]
     before: Parameters = {}
+    known: dict[str, Any] = {}
     if TARGET.exists():
-        content = json.loads(TARGET.read_text(encoding="utf-8"))
-        before = content["parameters"]
-        for gpu, (flops, bandwidth) in content["sustained"].items():
+        known = json.loads(TARGET.read_text(encoding="utf-8"))
+        before = known["parameters"]
+        for gpu, (flops, bandwidth) in known["sustained"].items():
             before |= {FLOPS.format(gpu): flops, BANDWIDTH.format(gpu): bandwidth}
     measured = Rows(chosen, tables)
-    found = fit(measured, before, options.rounds)
+    found = fit(measured, before, options.rounds, only)
     gpus = sorted({row["gpu"] for row in measured.rows})
     content = {
         "fitted": f"{date.today()}, {len(measured.rows)} rows of the fitted half of {options.csv.name}",
@@ -300,9 +311,12 @@ def main() -> None:
         "sustained": {
             gpu: [round(found[form.format(gpu)], 3) for form in (FLOPS, BANDWIDTH)] for gpu in gpus if gpu != REFERENCE
         },
-        "spreads": spreads(chosen, tables, found, max(4, options.rounds // 2)),
+        "spreads": known["spreads"] if only else spreads(chosen, tables, found, max(4, options.rounds // 2)),
         "devices": gpus,
     }
+    if only:
+        note = f"{known['fitted']}; {', '.join(only)}: {content['fitted']}"
+        content |= {"fitted": note, "sustained": known["sustained"], "devices": known["devices"]}
     TARGET.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     errors = np.abs(measured.predict(found) / measured.measured - 1)
     print(f"{len(measured.rows)} rows, median error {np.median(errors):.1%}: {TARGET}")

@@ -35,9 +35,10 @@ from benchmarks.reporting import Bar, bullets, publish, table
 from benchmarks.timm_rtx3090 import row_job, unfused_attention
 from memfit.api.jobs import adapter_of
 from memfit.catalogue import find_device
+from memfit.core.estimate import NOT_COMPILED
 from memfit.core.profile import Work
 from memfit.timing import rates_of, step_time
-from memfit.timing.step import pass_seconds, with_interval
+from memfit.timing.step import with_interval
 
 DEFAULT_CSV = rows.DATA / "timm_step_times.csv"
 TRACED_ON = "rtx-3090"
@@ -90,18 +91,18 @@ class Skipped:
     reason: str
 
 
-Subject = tuple[str, str, str, str]
-"""Model, image size, layout and mode: what takes a trace of its own."""
+Subject = tuple[str, str, str, str, str]
+"""Model, image size, layout, mode and whether it is compiled: what takes a trace of its own."""
 
 
 def subject_of(row: rows.Row) -> Subject:
     """What a row is a measurement of."""
-    return row["model"], row["image_size"], row["layout"], row["mode"]
+    return row["model"], row["image_size"], row["layout"], row["mode"], row["compiled"]
 
 
 def step_job(row: rows.Row) -> memfit.Job:
     """The step that a row describes, at any batch size."""
-    job = row_job(row)
+    job = replace(row_job(row), compile=row["compiled"] == "1")
     if row["mode"] == "training":
         return job
 
@@ -126,11 +127,16 @@ def operators(some: Sequence[rows.Row]) -> Callable[[int], tuple[Sequence[Work],
     with _conditions(row):
         job = step_job(row)
         tracer = adapter_of(job).open_job(job, device, sizes[0])
-        first = tracer.trace(sizes[0]).work
-        last = tracer.trace(sizes[-1]).work if len(sizes) > 1 else first
+        # The compiler may fuse otherwise at each size.
+        traced = {size: tracer.trace(size) for size in (sizes if job.compile else {sizes[0], sizes[-1]})}
+    if any(note.code == NOT_COMPILED for trace in traced.values() for note in trace.notes):
+        raise memfit.MemfitError("the compiler failed on shapes")
+    first, last = traced[sizes[0]].work, traced[sizes[-1]].work
 
     def at(size: int) -> tuple[Sequence[Work], Any]:
-        return (first, None) if size == sizes[0] else (first, (size, sizes[0], (sizes[-1], last)))
+        if size in traced:
+            return traced[size].work, None
+        return first, (size, sizes[0], (sizes[-1], last))
 
     return at
 
@@ -144,8 +150,8 @@ def predict(some: Sequence[rows.Row]) -> list[Outcome | Skipped]:
     found: list[Outcome | Skipped] = []
     for row in some:
         work, at = work_at(int(row["batch"]))
-        device, is_compiled = find_device(row["gpu"]), row["compiled"] == "1"
-        told = step_time(work, device, row["mode"], at=at, is_compiled=is_compiled)
+        device = find_device(row["gpu"])
+        told = step_time(work, device, row["mode"], at=at)
         if told is None:
             found.append(Skipped(row, f"the rates of {device.name} are unknown"))
         else:
@@ -167,9 +173,8 @@ def predict_kept(chosen: Sequence[rows.Row], path: Path) -> list[Outcome | Skipp
         if table is None:
             found.append(Skipped(row, f"{row['mode']}, {row['layout']}: not among the operators kept"))
             continue
-        device, is_compiled = find_device(row["gpu"]), row["compiled"] == "1"
-        seconds = pass_seconds(table, rates_of(device), is_compiled=is_compiled)
-        told = with_interval(seconds, device, row["mode"], is_compiled=is_compiled)
+        device = find_device(row["gpu"])
+        told = with_interval(table, rates_of(device), device, row["mode"])
         found.append(Outcome(row, told.seconds, told.lower_seconds, told.upper_seconds))
     return found
 

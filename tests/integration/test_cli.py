@@ -69,6 +69,7 @@ FLAGS = {
         "--sequence-length",
         "--image-size",
         "--keep-outputs",
+        "--compile",
         "--json",
         "--budget",
         "--allow",

@@ -30,7 +30,7 @@ from memfit.core.progress import announce
 from memfit.reports.estimate import tables
 from memfit.reports.plan import figures
 
-_FOR_TARGETS = ("batch_size", "optimizer", "sequence_length", "image_size", "keep_outputs")
+_FOR_TARGETS = ("batch_size", "optimizer", "sequence_length", "image_size", "keep_outputs", "compile")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -54,8 +54,8 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, of_one_size: bool = Tr
     parser.add_argument("--image-size", type=int, metavar="N", help="height and width, for vision models")
     kept = "the loop holds the model's outputs until it has the next"
     parser.add_argument("--keep-outputs", action="store_true", default=None, help=kept)
+    parser.add_argument("--compile", action="store_true", default=None, help="torch.compile compiles the model")
     if not of_plan:
-        parser.add_argument("--compile", action="store_true", default=None, help="torch.compile compiles the model")
         buckets = "devices of DistributedDataParallel, which copies gradients into buckets"
         parser.add_argument("--ddp", type=int, metavar="N", help=buckets)
     if of_one_size and not of_plan:

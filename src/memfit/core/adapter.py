@@ -35,6 +35,10 @@ class ProfiledStep(Protocol):
     def num_samples(self) -> int | None:
         """Samples of the batch that was given, which may be fewer than those of one update."""
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the step, as it is, runs compiled code."""
+
     def profile(self, batch_size: int | None, settings: Settings) -> Profile:
         """The step at a batch size, closely observed, as settings run it."""
 

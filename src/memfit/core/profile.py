@@ -62,6 +62,7 @@ class Work:
     `flops` is 0 if it only moves data. `dtype` is that of its first floating-point input, or "". `sizes` are those of
     its kernel, and decide with the rest how long it takes (`memfit.timing`): `ProductSizes`, `ConvolutionSizes` or, of
     all others, `MovingSizes`; empty where the kernel isn't known more closely.
+    `is_compiled` says whether a graph of `torch.compile` runs it.
     """
 
     module: str
@@ -71,6 +72,7 @@ class Work:
     moved_bytes: int
     dtype: str
     sizes: tuple[int, ...] = ()
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

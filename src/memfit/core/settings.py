@@ -93,6 +93,7 @@ class Settings:
         freeze: paths of the modules whose parameters aren't trained.
         micro_batch_size: samples of the largest part; a batch of another size than planned for is split into as many
             parts as that takes. 0: into `micro_batches` parts, or one for each sample where there are fewer.
+        compile: whether `torch.compile` compiles the model (PyTorch).
         jit_compile: whether the step is compiled as a whole (Keras); None: as the model was compiled.
         donate: whether the update takes the place of the old parameters and state (JAX).
     """
@@ -115,6 +116,7 @@ class Settings:
     quantized_base: bool = False
     freeze: tuple[str, ...] = ()
     micro_batch_size: Count = 0
+    compile: bool = False
     jit_compile: bool | None = None
     donate: bool = False
 

@@ -261,6 +261,9 @@ class Planner:
         """Of the plan and those that are computed to take about as long, the one that is fastest when really run."""
         question = self._question
         assert question.time_plans is not None
+        if best.candidate.settings.compile:
+            # Compiling it for real may take minutes.
+            return best
         left = question.patience.left(_RACE_SECONDS)
         # A race of steps that take too long to be run twice tells nothing.
         most = min(_NUM_CONTENDERS, int(left / (_FEWEST_TURNS * max(1e-9, best.candidate.seconds))))
@@ -271,7 +274,9 @@ class Planner:
             if len(racing) >= most or question.patience.is_over:
                 break
             # The first of those with equal passes has the fastest update.
-            if all(candidate.settings.of_passes != known.candidate.settings.of_passes for known in racing):
+            if not candidate.settings.compile and all(
+                candidate.settings.of_passes != known.candidate.settings.of_passes for known in racing
+            ):
                 proof = self._prove(candidate, search)
                 if proof is not None and self._is_kept(proof):
                     racing.append(proof)

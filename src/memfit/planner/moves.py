@@ -28,6 +28,7 @@ LORA = "lora"
 QLORA = "qlora"
 FREEZE = "freeze"
 DONATE = "donate"
+COMPILE = "compile"
 WHOLE_COMPILE = "jit-compile"
 
 KEEPS = {
@@ -37,6 +38,7 @@ KEEPS = {
     SET_TO_NONE: Keeps.EXACT,
     EXPANDABLE: Keeps.EXACT,
     DONATE: Keeps.EXACT,
+    COMPILE: Keeps.ROUNDING,
     WHOLE_COMPILE: Keeps.ROUNDING,
     MICRO_BATCH: Keeps.ROUNDING,
     AUTOCAST: Keeps.ROUNDING,
@@ -53,12 +55,18 @@ KEEPS = {
 }
 """Every move by name."""
 
+BY_NAME = frozenset({COMPILE})
+"""Moves that only their own name allows: each trace of a compiled step takes seconds to a minute."""
+
 _PLAIN = Settings()
 APPROXIMATE = "approximate"
 """Allows micro-batches where samples of a batch see each other: batch norm, contrastive losses."""
 
 DROPOUT = "dropout masks are drawn for each part anew"
 """The caveat of micro-batches where there is dropout."""
+
+COMPILED_DROPOUT = "dropout draws other masks"
+"""The caveat of compiled models where there is dropout."""
 
 KEEP, AUTO = "keep", "auto"
 """Values of `precision`: as the step has it, or autocast where it helps."""
@@ -79,8 +87,9 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
     """Names of the moves that `allow` lets in.
 
     Args:
-        allow: any of "exact", "rounding", "changes training" (all moves of that kind), names of moves, and
-            "approximate"; a name behind a minus sign is left out, of the default where nothing else is given.
+        allow: any of "exact", "rounding", "changes training" (all moves of that kind but `BY_NAME`), names of
+            moves, and "approximate"; a name behind a minus sign is left out, of the default where nothing else is
+            given.
 
     >>> sorted(allowed_moves(["exact", "-checkpoint"]))
     ['activation-offload', 'donate', 'expandable-segments', 'set-to-none', 'step-in-backward']
@@ -93,7 +102,7 @@ def allowed_moves(allow: Iterable[str]) -> frozenset[str]:
         # Nothing but exceptions: to what is allowed by default.
         words = [*DEFAULT_ALLOW, *words]
     groups = {name: {name} for name in (*KEEPS, APPROXIMATE)}
-    groups |= {kind.value: {name for name, keeps in KEEPS.items() if keeps is kind} for kind in Keeps}
+    groups |= {kind.value: {name for name, keeps in KEEPS.items() if keeps is kind} - BY_NAME for kind in Keeps}
     groups["changes"] = groups[Keeps.CHANGES.value]
     for word in words:
         if word.removeprefix("-") not in groups:
@@ -181,6 +190,9 @@ def used_moves(
         add(name, f"rank {rank} adapters", f"train adapters of rank {rank}{over}", "lora_rank", "quantized_base")
     if settings.freeze:
         add(FREEZE, "frozen parts", f"freeze {named(settings.freeze)}", "freeze")
+    if settings.compile:
+        caveat = COMPILED_DROPOUT if dropout else ""
+        add(COMPILE, "compiled", "compile the model (torch.compile)", "compile", caveat=caveat)
     if settings.donate and not plain.donate:
         add(DONATE, "donated", "parameters and state are updated in place (donated)", "donate")
     if settings.jit_compile is not None and settings.jit_compile != plain.jit_compile:

@@ -51,6 +51,7 @@ class ProfiledSpace:
         self._subject = step
         self._target = question.target
         self._allowed = question.allowed
+        self._usable_bytes = question.usable_bytes
         self._forced = precision if precision in AUTOCASTS else question.plain.precision
         self._auto = precision == moves.AUTO and self._forced is None
         self._measure = measure
@@ -80,7 +81,7 @@ class ProfiledSpace:
             MICRO_BATCH: (self._batch_size or 0) > 1,
             EIGHT_BIT: bool(before.state_bytes.get(str(Category.OPTIMIZER_STATE))),
         }
-        question.hinted = (CHECKPOINT, *(name for name, can in able.items() if can), LORA)
+        question.hinted = (CHECKPOINT, *(name for name, can in able.items() if can), LORA, moves.COMPILE)
         if self.is_timed:
             question.time_plans = self._subject.time_passes
             question.update_seconds = lambda candidate: candidate.variant.speed.update(candidate.settings)
@@ -141,7 +142,7 @@ class ProfiledSpace:
         memory, larger = StepMemory(profile), None
         size = self._batch_size or 0
         # A library may take another algorithm, with a workspace, at another size: then the next one is tried.
-        for other in (2 * size, *((size // 2,) if size >= 4 else ()), size + 1) if size > 1 else ():
+        for other in self._other_sizes(size, changes, memory):
             try:
                 second = self._subject.profile(other, changes)
             except (StepFailed, BadInput):
@@ -155,6 +156,14 @@ class ProfiledSpace:
         speed = StepSpeed(profile, larger, rates, measured, updates, None if measured else plain)
         return Variant(changes, memory, speed)
 
+    def _other_sizes(self, size: int, changes: Settings, memory: StepMemory) -> tuple[int, ...]:
+        """Sizes that may tell how the step grows, the best first."""
+        if changes.compile or self._subject.is_compiled:
+            # Compiling again takes as long: only where micro-batches may be needed.
+            may_split = MICRO_BATCH in self._allowed and memory.peak(Settings(), size) > self._usable_bytes
+            return (size // 2,) if may_split and size >= 4 else ()
+        return (2 * size, *((size // 2,) if size >= 4 else ()), size + 1) if size > 1 else ()
+
     def _ways(self, profile: Profile) -> list[Settings]:
         """Changes to how the forward pass is computed that make sense and are allowed."""
         allowed, features = self._allowed, profile.features
@@ -162,6 +171,8 @@ class ProfiledSpace:
         in_half = "autocast" in features or self._job.precision in ("fp16", "bf16")
         if self._auto and not in_half and moves.AUTOCAST in allowed:
             ways.append(Settings(precision=moves.autocast_of(self._target)))
+        # Of these alone, since each compiled way takes traces of its own; Inductor chooses layouts by itself.
+        compiled = [replace(ways[-1], compile=True)] if self._may_compile() else []
         if moves.CHANNELS_LAST in allowed and {"convolution", "channels-first"} <= features:
             # Tensor cores compute 16-bit convolutions in this format; in others it changes little.
             ways += [
@@ -179,7 +190,19 @@ class ProfiledSpace:
         if moves.FREEZE in allowed:
             trained += [Settings(freeze=paths) for paths in frozen_parts(profile)]
         ways += [merged(way, other) for other in trained for way in ways]
-        return ways[1:]
+        return [*ways[1:], *compiled]
+
+    def _may_compile(self) -> bool:
+        if moves.COMPILE not in self._allowed:
+            return False
+        reason = ""
+        if self._subject.is_compiled:
+            reason = "the step is compiled already"
+        elif self._question.num_devices > 1:
+            reason = "sharded modules are planned uncompiled"
+        if reason:
+            self.refused.append(Refusal(moves.COMPILE, reason))
+        return not reason
 
     def _parts(self, profile: Profile) -> tuple[int, ...]:
         """Numbers of micro-batches that may be tried."""

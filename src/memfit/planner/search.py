@@ -21,7 +21,15 @@ from memfit.planner.speed import StepSpeed
 _WORTH = 0.01
 _MAX_TRIES = 5
 # What makes a variant, the most telling first.
-_VARIANT_SETTINGS = ("precision", "lora_rank", "quantized_base", "freeze", "cross_entropy_chunks", "channels_last")
+_VARIANT_SETTINGS = (
+    "compile",
+    "precision",
+    "lora_rank",
+    "quantized_base",
+    "freeze",
+    "cross_entropy_chunks",
+    "channels_last",
+)
 
 
 @dataclass(frozen=True, slots=True)

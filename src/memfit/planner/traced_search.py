@@ -24,6 +24,7 @@ from memfit.planner.moves import (
     AUTO,
     AUTOCAST,
     CHECKPOINT,
+    COMPILE,
     DONATE,
     LORA,
     MICRO_BATCH,
@@ -261,6 +262,9 @@ def open_traced_search(
         reason, allowed_by = f"{facts.approximate}; allow {APPROXIMATE!r} if that is fine", APPROXIMATE
     if reason and MICRO_BATCH in allowed:
         question.refused.append(Refusal(MICRO_BATCH, reason, allowed_by))
+    if COMPILE in allowed:
+        reason = "torch.compile is for models of PyTorch; JAX compiles steps as they are, Keras with jit-compile"
+        question.refused.append(Refusal(COMPILE, reason))
     if facts.not_recomputed and CHECKPOINT in allowed:
         question.refused.append(Refusal(CHECKPOINT, facts.not_recomputed))
     question.approximate, question.dropout = facts.approximate, facts.draws_random_numbers

@@ -201,7 +201,8 @@ def _convolution(table: Table, direction: int, rates: Rates, p: Parameters) -> N
     busy = np.where(grouped & (last > 0), 2 * products / (plain * p[f"grouped_{name}"]), busy)
     # Tensor cores want channels last: input and output are turned over where they aren't.
     turned = np.where(is_narrow & (last == 0), p["turned"], 0.0)
-    memory = _memory_seconds(moved, rates, p, p["convolution_memory"])
+    share = np.where(table.compiled, p["convolution_memory_compiled"], p["convolution_memory"])
+    memory = _memory_seconds(moved, rates, p, share)
     turning = _memory_seconds(2 * (size_in + size_out) * turned, rates, p, p["elementwise"])
     dense = _longer(busy, memory, p) + turning
     is_depthwise = grouped & (inputs == groups)
@@ -210,5 +211,6 @@ def _convolution(table: Table, direction: int, rates: Rates, p: Parameters) -> N
     # Depthwise convolutions run on the plain units.
     slow = np.where(last > 0, p[f"depthwise_{name}"], p[f"depthwise_first_{name}"])
     share = np.where(last > 0, p["depthwise_memory"], p["depthwise_first_memory"])
+    share = np.where(table.compiled, p["depthwise_memory_compiled"], share)
     single = _longer(2 * products / (plain * slow), _memory_seconds(moved, rates, p, share), p)
     return np.where(is_depthwise, single, dense)

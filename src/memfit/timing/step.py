@@ -13,7 +13,6 @@ from memfit.core.device import Device, Origin
 from memfit.core.device import Kind as DeviceKind
 from memfit.core.estimate import StepTime
 from memfit.core.profile import Work
-from memfit.timing.compiling import compiled
 from memfit.timing.fitted import fitted
 from memfit.timing.kernels import Parameters, kernel_seconds
 from memfit.timing.rates import Rates, rates_of
@@ -34,14 +33,13 @@ def operator_seconds(table: Table, rates: Rates, parameters: Parameters | None =
     return kernel_seconds(table, rates, fitted().parameters if parameters is None else parameters)
 
 
-def launch_seconds(table: Table, rates: Rates, parameters: Parameters | None = None, *, fused: bool = False) -> Numbers:
+def launch_seconds(table: Table, rates: Rates, parameters: Parameters | None = None) -> Numbers:
     """Seconds that the processor takes for each operator before its kernel is launched."""
     if rates.kind is DeviceKind.HOST:
         return np.zeros(len(table))
     p = fitted().parameters if parameters is None else parameters
-    if fused:
-        return np.full(len(table), p["launch_compiled"])
-    return np.array([p["launch_forward"], p["launch_backward"], p["launch_optimizer"]])[table.phase]
+    eager = np.array([p["launch_forward"], p["launch_backward"], p["launch_optimizer"]])[table.phase]
+    return np.where(table.compiled, p["launch_compiled"], eager)
 
 
 def queued(kernels: Numbers, launches: Numbers) -> float:
@@ -51,14 +49,9 @@ def queued(kernels: Numbers, launches: Numbers) -> float:
     return float((np.cumsum(launches) + np.cumsum(kernels[::-1])[::-1]).max())
 
 
-def pass_seconds(
-    table: Table, rates: Rates, parameters: Parameters | None = None, *, is_compiled: bool = False
-) -> float:
+def pass_seconds(table: Table, rates: Rates, parameters: Parameters | None = None) -> float:
     """Seconds of some operators one after the other."""
-    if is_compiled:
-        table = compiled(table)
-    kernels = operator_seconds(table, rates, parameters)
-    return queued(kernels, launch_seconds(table, rates, parameters, fused=is_compiled))
+    return queued(operator_seconds(table, rates, parameters), launch_seconds(table, rates, parameters))
 
 
 def step_time(
@@ -67,7 +60,6 @@ def step_time(
     mode: str,
     *,
     at: tuple[int, int, tuple[int, Sequence[Work]]] | None = None,
-    is_compiled: bool = False,
 ) -> StepTime | None:
     """How long a whole step takes, with its interval; None where nobody knows what it runs, or how fast the device is.
 
@@ -76,7 +68,6 @@ def step_time(
         device: where it runs.
         mode: "training" or "inference".
         at: (the batch size wanted, that of `work`, another size and its operators), where `work` is of another size.
-        is_compiled: whether `torch.compile` makes kernels of the operators.
     """
     rates = rates_of(device)
     if not work or rates.origin is not Origin.SIMULATED:
@@ -85,13 +76,14 @@ def step_time(
     if at is not None:
         size, own, (other, others) = at
         table = between((own, table), (other, table_of(others)), size)
-    return with_interval(pass_seconds(table, rates, is_compiled=is_compiled), device, mode, is_compiled=is_compiled)
+    return with_interval(table, rates, device, mode)
 
 
-def with_interval(seconds: float, device: Device, mode: str, *, is_compiled: bool = False) -> StepTime:
-    """A computed time with the interval that its errors on other models give."""
+def with_interval(table: Table, rates: Rates, device: Device, mode: str) -> StepTime:
+    """The time of some operators with the interval that its errors on other models give."""
     known = fitted()
-    low, high = known.spreads[COMPILED if is_compiled else mode]
+    seconds = pass_seconds(table, rates)
+    low, high = known.spreads[COMPILED if table.compiled.any() else mode]
     # Rates of devices that no parameter was fitted to carry over less well.
     wider = 1.0 if device.name in known.devices else _OTHER_DEVICES
     return StepTime(seconds, seconds * math.exp(low * wider), seconds * math.exp(high * wider))

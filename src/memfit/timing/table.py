@@ -95,6 +95,7 @@ class Table:
     flops: NDArray[np.float64]
     moved: NDArray[np.float64]
     sizes: NDArray[np.float64]
+    compiled: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -116,7 +117,7 @@ class Table:
 
     def part(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> "Table":
         """Some of the operators."""
-        return Table(*(getattr(self, name)[chosen] for name in ("kind", "phase", "dtype", "flops", "moved", "sizes")))
+        return Table(*(getattr(self, name)[chosen] for name in Table.__slots__))
 
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -135,6 +136,7 @@ def table_of(work: Sequence[Work]) -> Table:
         np.array([one.flops for one in work], dtype=np.float64),
         np.array([one.moved_bytes for one in work], dtype=np.float64),
         sizes,
+        np.array([one.is_compiled for one in work], dtype=bool),
     )
 
 

@@ -8,7 +8,13 @@ from memfit.planner.moves import DEFAULT_ALLOW, KEEPS, allowed_moves, autocast_o
 
 def test_the_default_lets_nothing_in_that_changes_training():
     allowed = allowed_moves(DEFAULT_ALLOW)
-    assert allowed == {name for name, keeps in KEEPS.items() if keeps is not Keeps.CHANGES}
+    assert allowed == {name for name, keeps in KEEPS.items() if keeps is not Keeps.CHANGES} - {"compile"}
+
+
+def test_compiling_is_allowed_by_its_name_alone():
+    assert "compile" not in allowed_moves(["exact", "rounding", "changes"])
+    assert allowed_moves(["exact", "compile"]) == allowed_moves(["exact"]) | {"compile"}
+    assert allowed_moves(["compile", "-rounding"]) == {"compile"}
 
 
 def test_names_add_and_minus_signs_remove():
@@ -85,6 +91,12 @@ def test_labels_name_every_move():
 def test_long_lists_of_modules_are_cut():
     assert named(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
     assert named(tuple(f"blocks.{n}.mlp" for n in range(12))) == "blocks.0-11.mlp"
+
+
+def test_compiled_dropout_is_told():
+    (move,) = used_moves(Settings(compile=True), dropout=True)
+    assert (move.keeps, move.caveat) == (Keeps.ROUNDING, "dropout draws other masks")
+    assert not used_moves(Settings(compile=True))[0].caveat
 
 
 def test_dropout_under_micro_batches_is_told():

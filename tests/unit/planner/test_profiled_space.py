@@ -67,6 +67,29 @@ def test_the_step_as_it_is_comes_first():
     assert space.optimizers[0] == Settings()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_best_precision_is_compiled_where_that_is_asked_for():
+    for auto, precision in ((False, None), (True, "amp-bf16")):
+        space, _ = open_space(IMAGES, allow=("exact", "rounding", "compile"), auto=auto)
+        (compiled,) = (variant for variant in space.variants if variant.settings.compile)
+        assert compiled.settings == Settings(compile=True, precision=precision)
+        assert any(work.is_compiled for work in compiled.memory.profile.work)
+    space, opening = open_space(IMAGES, allow=("exact", "compile"), count=2)
+    assert not any(way.compile for way in ways(space))
+    assert [one.reason for one in opening.refused if one.name == "compile"] == [
+        "sharded modules are planned uncompiled"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("budget", "scales"), [("1GiB", False), ("1MiB", True)])
+def test_another_size_is_compiled_only_where_parts_may_be_needed(budget, scales):
+    job = Job(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), lambda m, x: m(x).sum(), torch.randn(4096, 64))
+    space, _ = open_space(job, allow=("exact", "rounding", "compile"), device=f"{budget}")
+    (compiled,) = (variant for variant in space.variants if variant.settings.compile)
+    assert compiled.memory.scales is scales
+
+
 def test_a_large_vocabulary_may_be_chunked():
     chunks = [way.cross_entropy_chunks for way in ways(open_space(LANGUAGE)[0])]
     assert chunks[0] == 0 and any(chunks)

@@ -194,6 +194,12 @@ def test_moves_are_those_that_are_allowed_and_can_be_applied():
     }
 
 
+def test_only_pytorch_has_torch_compile():
+    _, question = opened(facts(), allow=("compile",))
+    (refusal,) = (one for one in question.refused if one.name == "compile")
+    assert "JAX compiles steps as they are, Keras with jit-compile" in refusal.reason
+
+
 def test_what_can_not_be_done_is_refused_with_the_reason():
     _, question = opened(facts(approximate="BatchNorm sees parts", not_recomputed="nothing is marked"))
 

@@ -17,6 +17,7 @@ from tests.unit.timing.operators import elementwise, product
         ("aten._foreach_add_", Kind.UPDATE),
         ("aten.hardswish", Kind.ELEMENTWISE),
         ("aten._cudnn_rnn", Kind.RECURRENT),
+        ("inductor.fused", Kind.ELEMENTWISE),
     ],
 )
 def test_kinds_follow_from_names(op, kind):

@@ -43,6 +43,7 @@ _PATHS = {
     "CompilerCallback": "torch._dynamo.convert_frame.CatchErrorsWrapper",
     "CompilerContext": "torch._dynamo.eval_frame._TorchDynamoContext",
     "ConstantFolder": "torch._inductor.constant_folding.ConstantFolder",
+    "CppScheduling": "torch._inductor.codegen.cpp.CppScheduling",
     "cpu_vec_isa_module": "torch._inductor.cpu_vec_isa",
     "CudaInterface": "torch._dynamo.device_interface.CudaInterface",
     "current_autograd_node": "torch._C._current_autograd_node",
@@ -132,7 +133,7 @@ _PATHS = {
     "top_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
     "tree_map": "torch.utils._pytree.tree_map",
-    "TritonKernel": "torch._inductor.codegen.triton.TritonKernel",
+    "triton_module": "torch._inductor.codegen.triton",
     "WeakDependency": "torch._inductor.dependencies.WeakDep",
     "worker_loop": "torch.utils.data._utils.worker._worker_loop",
 }
@@ -368,9 +369,9 @@ def checks_program(function: Any) -> bool:
     return module.startswith("torch._higher_order_ops") or name == "_flex_attention_hop_wrapper"
 
 
-def compiler() -> Any:
-    """The compiler's module; None where it isn't loaded."""
-    return sys.modules.get("torch._dynamo")
+def compiler(*, loads: bool = False) -> Any:
+    """The compiler's module; None where it isn't loaded, unless it `loads` now."""
+    return NAMES.find("torch._dynamo") if loads else sys.modules.get("torch._dynamo")
 
 
 def graph_being_compiled() -> Any:

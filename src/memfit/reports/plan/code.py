@@ -164,6 +164,8 @@ class _Program:
             lines += snippets.HOST_GROUPS
         if settings.step_in_backward:
             lines += snippets.UPDATE_HOOKS
+        if settings.compile:
+            lines.append("    model.forward = torch.compile(model.forward)")
         return "\n".join([*lines, "    return model, optimizer"])
 
     def _gradients(self) -> str:

@@ -131,6 +131,15 @@ def test_other_optimizers(make_optimizer):
     assert_same(Settings(state=HOST, kernels=SINGLE), make_optimizer=make_optimizer)
 
 
+def test_the_model_is_compiled_after_everything_that_changes_it(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward: lambda *given: 2 * forward(*given))
+    program = functions(Settings(compile=True, freeze=("0",)))
+    model, x = make_model(), torch.ones(2, 6, dtype=torch.float64)
+    plain = model(x)
+    made, _ = program["prepare"](model, None)
+    assert torch.equal(made(x), 2 * plain)
+
+
 def test_wrong_weights_would_be_seen():
     """The comparison can fail: a mean over micro-batches that adds up as a sum doesn't pass."""
     with pytest.raises(AssertionError):

@@ -17,12 +17,13 @@ from memfit.core.env import allocator_settings, set_allocator_settings
 from memfit.core.errors import BadBatch, BadInput, BadLoss
 from memfit.core.settings import Settings
 from memfit.core.timeline import Phase
+from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.activation_offload import Offload
 from memfit.frameworks.torch.apply.loss_function import as_loss
 from memfit.frameworks.torch.apply.low_rank import add_adapters
 from memfit.frameworks.torch.apply.micro_batches import shares, split
 from memfit.frameworks.torch.apply.optimizers import FittedOptimizer
-from memfit.frameworks.torch.apply.recomputation import recompute
+from memfit.frameworks.torch.apply.recomputation import recompute, replaced_forward
 from memfit.frameworks.torch.apply.tensor_memory import simulated
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
@@ -62,6 +63,11 @@ class Fitted:
     ) -> None:
         _check(settings, optimizer)
         check_unfitted(model)
+        if settings.compile and internals.is_compiled(model):
+            raise BadInput(
+                "the plan compiles the model, but the model given is compiled already. Give the module that it was "
+                "made of, or plan for the compiled one."
+            )
         self.settings = settings
         self.model = model
         self.optimizer = self._original = optimizer
@@ -108,6 +114,10 @@ class Fitted:
             shards = shard(model, settings.num_devices, offload=settings.shard_offload, optimizer=self.optimizer)
             self._host.append(shards)
             undo.callback(shards)
+        if settings.compile:
+            # After all that changes what modules do. Names of parameters stay, and modules whose code is PyTorch's own
+            # are compiled, too: `model.compile()` leaves those out.
+            undo.callback(replaced_forward(model, torch.compile(model.forward)))
 
     @property
     def host_bytes(self) -> int:
@@ -310,6 +320,11 @@ def _check(settings: Settings, optimizer: Any) -> None:
         raise BadInput(
             "LBFGS computes the loss several times an update, which goes neither with precision 'amp-fp16' nor with "
             "step_in_backward. Leave both, or take another optimizer."
+        )
+    if settings.compile and (settings.checkpoint or settings.offload or settings.num_devices > 1):
+        raise BadInput(
+            "compile goes with neither checkpoint nor offload, because the compiler decides what is kept for the "
+            "backward pass, nor with several devices. Leave one of them."
         )
     inner = [p for p in settings.offload if any(p.startswith(f"{outer}.") for outer in settings.checkpoint)]
     if inner:

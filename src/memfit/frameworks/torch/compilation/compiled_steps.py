@@ -22,6 +22,7 @@ from memfit.core.estimate import NOT_COMPILED
 from memfit.core.units import format_size
 from memfit.core.user_code import PACKAGE_FOLDER
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.compilation.fused_kernels import FusedKernel
 from memfit.frameworks.torch.compilation.inductor_graphs import GraphMemory, compiler_replacements
 from memfit.frameworks.torch.compilation.unwritten_kernels import leaves_out
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
@@ -45,6 +46,8 @@ _LEFT_OUT: dict[str, Any] = {
     "compile_threads": 1,
 }
 _HOST = torch.device("cpu")
+# Compute capability; Inductor leaves code with bfloat16 uncompiled on others.
+_FIRST_WITH_BFLOAT16 = (8, 0)
 # What Triton's benchmark of a kernel overwrites between runs, to empty the cache.
 _FLUSHED_BYTES = 256 * 1024**2
 
@@ -69,6 +72,7 @@ class CompiledSteps:
         report: takes (code, text) of each assumption made.
         met: takes the frame of each function that is about to be compiled; False leaves it uncompiled.
         entered: called whenever a compiled graph runs.
+        ran: called with each kernel that a compiled graph runs.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class CompiledSteps:
         *,
         met: Callable[[Any], bool] = lambda frame: True,
         entered: Callable[[], None] = lambda: None,
+        ran: Callable[[FusedKernel], None] = lambda kernel: None,
     ) -> None:
         self._device = device
         self._on_cuda = device.kind is Kind.CUDA
@@ -89,7 +94,7 @@ class CompiledSteps:
         self._away = away
         self._report = report
         self._met = met
-        self._memory = GraphMemory(recorder, origin, self._on_cuda, entered)
+        self._memory = GraphMemory(recorder, origin, self._on_cuda, entered, ran)
         self._compiler = ExitStack()
         self._is_open = False
         self._is_compiling = False
@@ -101,6 +106,11 @@ class CompiledSteps:
     def has_begun(self) -> bool:
         """Whether anything was to be compiled."""
         return bool(self._codes)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a compiled graph runs at the moment."""
+        return self._memory.num_running > 0
 
     @contextmanager
     def running(self, *, shapes_vary: bool) -> Iterator[None]:
@@ -297,6 +307,7 @@ class CompiledSteps:
         answers: dict[str, Any] = {
             "get_device_properties": lambda device=None: properties,
             "get_compute_capability": lambda device=None: 10 * properties.major + properties.minor,
+            "is_bf16_supported": lambda including_emulation=False: capability >= _FIRST_WITH_BFLOAT16,
             "is_triton_capable": lambda device=None: True,
             "raise_if_triton_unavailable": lambda device=None: None,
         }

@@ -5,11 +5,10 @@ operators, `buf2 = buf1; del buf1  # reuse`, `del buf0`. Run with tensors of sha
 begins, ends, or goes on as another; operators such as matrix products meet the simulated device as any other does.
 """
 
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
+from memfit.frameworks.torch.compilation.fused_kernels import FusedKernel, Kernels
 from memfit.frameworks.torch.shapes.interception import uninterrupted
 from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS, OriginTracker
 from memfit.frameworks.torch.shapes.patching import Replacement
@@ -43,15 +43,25 @@ class GraphMemory:
         origin: knows where the user's code is.
         on_cuda: whether the device is a GPU.
         entered: called whenever a graph runs.
+        ran: called with each kernel that a graph runs.
     """
 
     def __init__(
-        self, recorder: Recorder, origin: OriginTracker, on_cuda: bool, entered: Callable[[], None] = lambda: None
+        self,
+        recorder: Recorder,
+        origin: OriginTracker,
+        on_cuda: bool,
+        entered: Callable[[], None] = lambda: None,
+        ran: Callable[[FusedKernel], None] = lambda kernel: None,
     ) -> None:
         self.recorder = recorder
         self.origin = origin
         self.on_cuda = on_cuda
         self.entered = entered
+        self.ran = ran
+        self.kernels = Kernels()
+        self.num_running = 0
+        """How many graphs run at the moment, one inside of another."""
         self.in_cuda_graphs = False
         """Whether graphs that are compiled from now on are captured as CUDA graphs."""
         self._due: list[int] = []
@@ -68,6 +78,7 @@ class GraphMemory:
         exec(compile(_without_imports(code.value), f"{HIDDEN_FOLDERS[0]}compiled_graph", "exec"), namespace)
         allocate = self._allocator({_COPIED: _COPY, **_labels(graph, self.origin)}, self.in_cuda_graphs)
         namespace |= dict.fromkeys(("empty_strided_cpu", "empty_strided_cuda"), lambda *args: allocate("", *args))
+        namespace |= {name: _Unwritten(partial(self.ran, kernel)) for name, kernel in self.kernels.taken().items()}
         namespace["memfit_allocate"] = allocate
         namespace["assert_size_stride"] = namespace["assert_alignment"] = lambda *args: None
         plain = namespace["call"]
@@ -80,8 +91,12 @@ class GraphMemory:
                 args[:] = [self._in_pool(value, allocate) for value in args]
             while due:
                 self.recorder.add_inside([due.pop()], "inductor.autotuning", Category.WORKSPACE)
-            with uninterrupted():
-                return plain(args)
+            self.num_running += 1
+            try:
+                with uninterrupted():
+                    return plain(args)
+            finally:
+                self.num_running -= 1
 
         return SimpleNamespace(
             call=call, runner=namespace.get("runner"), __file__="compiled_graph", __name__="compiled_graph"
@@ -176,18 +191,23 @@ def _without_imports(code: str) -> str:
     return _IMPORTS.sub("", code)
 
 
+class _Unwritten:
+    """In the place of a kernel, which is called or run: it does nothing but say so."""
+
+    def __init__(self, ran: Callable[[], None]) -> None:
+        self._ran = ran
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self._ran()
+
+    run = __call__
+
+
 class _NoKernels:
-    """In the place of what compiles kernels: they do nothing."""
+    """In the place of what compiles kernels of the user's own."""
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            def kernel(*args: Any, **kwargs: Any) -> None:
-                pass
-
-            kernel.run = kernel  # type: ignore[attr-defined]
-            return kernel
-
-        return make
+    def __getattr__(self, name: str) -> Callable[..., _Unwritten]:
+        return lambda *arguments, **options: _Unwritten(lambda: None)
 
 
 def _stand_ins() -> dict[str, Any]:
@@ -201,7 +221,6 @@ def _stand_ins() -> dict[str, Any]:
 
 def compiler_replacements(memory: GraphMemory) -> list[Replacement]:
     """What stands in front of Inductor, so that it writes no kernels and its graphs run on shapes."""
-    numbers = itertools.count()
     wrapper: Any = internals.InductorWrapper
     plain_allocation = wrapper.make_allocation
     cpu = torch.device("cpu")
@@ -217,7 +236,7 @@ def compiler_replacements(memory: GraphMemory) -> list[Replacement]:
 
     def write_no_kernel(self: Any, name: str | None = None) -> str:
         self.inductor_meta, self.triton_meta = {}, {}
-        return f"# {next(numbers)}"
+        return ""
 
     def initialize(plain: Callable[..., Any]) -> Callable[..., Any]:
         # Patterns are made on the host: those of a device that isn't there can't be traced, and look the same.
@@ -228,10 +247,11 @@ def compiler_replacements(memory: GraphMemory) -> list[Replacement]:
         Replacement(internals.GraphLowering, "compile_to_module", lambda graph: memory.runnable(graph)),
         Replacement(internals.cpu_vec_isa_module, "pick_vec_isa", lambda: internals.cpu_vec_isa_module.invalid_vec_isa),
         Replacement(wrapper, "make_allocation", make_allocation),
+        *memory.kernels.replacements(),
     ]
     if memory.on_cuda:
         replacements += [
-            Replacement(internals.TritonKernel, "codegen_kernel", write_no_kernel),
+            Replacement(internals.triton_module.TritonKernel, "codegen_kernel", write_no_kernel),
             Replacement(internals.inductor_scheduler_module, "has_triton", lambda *args: True),
             Replacement(joint, "lazy_init", initialize(joint.lazy_init)),
             *_device_lines(),

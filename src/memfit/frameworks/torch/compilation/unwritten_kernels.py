@@ -20,13 +20,21 @@ from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 def leaves_out(is_on: Callable[[], bool]) -> list[Replacement]:
     """What stands in for parts of the compiler while `is_on`."""
+    scheduling = internals.triton_module.TritonScheduling
     return [
         around(internals.KernelScheduling, "codegen_node_schedule_with_kernel", _note_uses, is_on),
         # Reads an environment variable for every pattern at every node.
         around(internals.pattern_matcher_module, "_should_debug_node", lambda plain, name: False, is_on),
         # For logs, and a cache that isn't used.
         around(torch.fx.GraphModule, "print_readable", lambda plain, graph, *arguments, **options: "", is_on),
+        around(internals.compile_fx_module, "wrap_compiler_debug", _as_it_is, is_on),
+        around(scheduling, "codegen_comment", lambda plain, *arguments, **options: None, is_on),
     ]
+
+
+def _as_it_is(plain: Callable[..., Any], compiler: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A compiler without a copy of each graph that it is given, from which a failure could be repeated."""
+    return compiler
 
 
 def _note_uses(plain: Callable[..., Any], scheduling: Any, schedule: list[Any], kernel: Any) -> Any:

@@ -203,9 +203,10 @@ class TorchLoop(GuardedLoop):
         offloaded = tuple(f"{path}." for path in self._settings.offload)
         paths = tuple(path for path in blocks(self.model) if not f"{path}.".startswith(offloaded))
         if paths and not set(paths) <= set(self._settings.checkpoint):
-            moves.append({"checkpoint": paths})
+            # The compiler decides by itself what is kept.
+            moves.append({"checkpoint": paths, "compile": False})
             if oom.where_of(self.model) is Where.DEVICE:
-                moves.append({"checkpoint": paths, "offload": paths})
+                moves.append({"checkpoint": paths, "compile": False, "offload": paths})
         return Fallbacks(
             stronger=tuple(moves),
             whole_first=mixes,

@@ -5,17 +5,15 @@ from typing import Any, cast
 import torch
 
 from memfit.core.device import Device
-from memfit.core.errors import BadBatch, BadModel, StepFailed
-from memfit.core.estimate import Note
+from memfit.core.errors import BadBatch, BadInput, BadModel, StepFailed
+from memfit.core.estimate import NOT_COMPILED, Note
 from memfit.core.job import Job
 from memfit.core.settings import Settings
 from memfit.core.trace import Trace
-from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.loss_function import as_loss
 from memfit.frameworks.torch.shapes.batch import check_batch, common_first_dimension, resized
 from memfit.frameworks.torch.shapes.failures import explained
 from memfit.frameworks.torch.shapes.stand_in import build_without_weights, check_model, tensors_in
-from memfit.frameworks.torch.shapes.unsimulated import AS_EAGER, COMPILED_AS_EAGER
 from memfit.frameworks.torch.trace.trace import Step, trace, undisturbed
 
 _DEFAULT_BATCH_SIZE = 8
@@ -49,12 +47,12 @@ class OpenJob:
         self.model: torch.nn.Module = model
         if batch_size is not None and batch_size < 1:
             raise BadBatch(f"a batch size must be at least 1, but {batch_size} was given.")
-        self._name = job.name or type(self.model).__name__
-        self._compiled_as = ""
+        self.name = job.name or type(self.model).__name__
+        """What the job is called in reports."""
         if job.compile:
             # What it makes has the same parameters; the given model stays as it is.
             mode = job.compile if isinstance(job.compile, str) and job.compile != "default" else None
-            self._compiled_as = ", compiled" if mode is None else f", compiled ({mode})"
+            self.name += ", compiled" if mode is None else f", compiled ({mode})"
             self.model = cast("torch.nn.Module", torch.compile(self.model, mode=mode))
         self.batch_size: int | None
         if callable(job.batch):
@@ -75,23 +73,12 @@ class OpenJob:
             self.batch_size = batch_size
         text = "the model is in evaluation mode (model.eval()): its dropout and batch norm are counted as such"
         evaluates = job.mode == "training" and not self.model.training
-        self._notes = (Note("evaluation-mode", text),) if evaluates else ()
-        self.compiles = True
-        """Whether what `torch.compile` was asked to compile is compiled; plans are made for uncompiled steps."""
+        self.notes = (Note("evaluation-mode", text),) if evaluates else ()
+        """What is to be said of the job whatever its step needs."""
         self.gives_weight = False
         """Whether the loss function was seen to return (loss, weight)."""
-
-    @property
-    def name(self) -> str:
-        """What the job is called in reports."""
-        return self._name + (self._compiled_as if self.compiles else "")
-
-    @property
-    def notes(self) -> tuple[Note, ...]:
-        """What is to be said of the job whatever its step needs."""
-        if self.compiles or not any(map(internals.is_compiled, self.model.modules())):
-            return self._notes
-        return *self._notes, Note(COMPILED_AS_EAGER, AS_EAGER)
+        self.is_compiled = False
+        """Whether the step was seen to run compiled code."""
 
     def _made(self, batch_size: int) -> Any:
         """The batch that the job's own function makes."""
@@ -124,8 +111,14 @@ class OpenJob:
         """The trace at `batch_size`, or with the batch as it was given when None, as `settings` run the step."""
         step = self.step(batch_size, settings)
         try:
-            traced = trace(step, self.device, compiles=self.compiles)
+            traced = trace(step, self.device)
             self.gives_weight = traced.gives_weight
+            if settings is None:
+                self.is_compiled = any(work.is_compiled for work in traced.work)
+            elif settings.compile:
+                failed = next((note.text for note in traced.notes if note.code == NOT_COMPILED), "")
+                if failed:
+                    raise BadInput(failed)
             return traced
         except StepFailed as failure:
             sizes = sorted({t.shape[0] for t in tensors_in(step.batch) if t.dim()})

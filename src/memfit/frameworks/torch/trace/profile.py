@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from memfit.core.device import Device
 from memfit.core.errors import StepFailed
 from memfit.core.profile import Call, Drop, Profile, Unit
 from memfit.core.timeline import Category, Phase, Timeline
+from memfit.core.trace import Trace
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
 from memfit.frameworks.torch.shapes.recorder import Recorder
@@ -62,6 +64,15 @@ def profile(step: Step, device: Device) -> Profile:
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
     )
+
+
+def compiled_profile(eager: Profile, traced: Trace) -> Profile:
+    """The profile of a step as it was traced compiled, from the one that it has uncompiled.
+
+    The compiler decides what is kept for the backward pass, so no module of it can be computed again.
+    """
+    units = tuple(replace(unit, calls=(), refused=profile_calls.COMPILED) for unit in eager.units)
+    return replace(eager, timeline=traced.timeline, units=units, work=traced.work)
 
 
 class _WatchedTracer(StepTracer):

@@ -18,7 +18,7 @@ from memfit.frameworks.torch.shapes.tensor_types import WEIGHTS
 from memfit.frameworks.torch.trace import calibration
 from memfit.frameworks.torch.trace import loss_probe as probe
 from memfit.frameworks.torch.trace.job import OpenJob
-from memfit.frameworks.torch.trace.profile import profile
+from memfit.frameworks.torch.trace.profile import compiled_profile, profile
 
 
 class Subject:
@@ -33,13 +33,17 @@ class Subject:
                 f"a plan is made for one process, but the job has data_parallel={opened.job.data_parallel}. Plan "
                 f"without it, within a budget that is smaller by the buckets of DistributedDataParallel ({buckets})."
             )
-        opened.compiles = False
         self._opened = opened
         self._model = opened.model
         # What the user gave: of another size than one update's, maybe, or a function.
         self._batch = opened.job.batch
         self._tensors = [] if callable(self._batch) else list(tensors_in(self._batch))
         self.batch_size = opened.batch_size
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the step, as it is, runs compiled code."""
+        return self._opened.is_compiled
 
     def profile(self, batch_size: int | None, settings: Settings) -> Profile:
         """The step at a batch size, closely observed, as settings run it."""
@@ -50,9 +54,12 @@ class Subject:
         # Modules that fill a cache can't be computed again; plans that do so switch it off.
         undo = without_cache(self._model)
         try:
-            return replace(profile(step, self._opened.device), batch_size=batch_size)
+            made = replace(profile(step, self._opened.device), batch_size=batch_size)
         finally:
             undo()
+        if not (settings.compile or self.is_compiled):
+            return made
+        return compiled_profile(made, self._opened.trace(batch_size, None if plain else settings))
 
     def why_not_split(self) -> str:
         """Why the batch can't be split into micro-batches, with the tensor that stands in the way."""
@@ -87,6 +94,9 @@ class Subject:
     def place(self) -> str:
         """Where model and batch have values: "cpu", the name of this machine's GPU, or "" where they have none."""
         tensors = [*self._model.parameters(), *self._model.buffers(), *self._tensors]
+        if self.is_compiled:
+            # Compiling it for real may take minutes.
+            return ""
         kinds = {"meta" if tensor.is_meta else tensor.device.type for tensor in tensors}
         if callable(self._batch) or len(kinds) != 1:
             return ""

@@ -84,6 +84,8 @@ class StepTracer:
         self.gives_weight = False
         self.module_of: dict[int, str] = {}
         self.fitted: Fitted | None = None
+        # Where the batch is in parts, those that repeat are left out.
+        self._is_whole = step.settings is None or step.settings.micro_batches == 1
         self.hooked = loop.HookedUpdates()
         self._step_number = 0
         self._first_of_part = 0
@@ -107,6 +109,9 @@ class StepTracer:
             if step.training:
                 stack.enter_context(self.hooked.carried_over(step.model, copies))
             stack.enter_context(swapped(step.model, copies))
+            if step.settings is not None and step.settings.compile:
+                # Not where it would meet stand-ins for libraries that it looks for.
+                internals.compiler(loads=True)
             batch = map_tensors(step.batch, copies.of)
             stack.enter_context(self.simulation.running())
             if self.compiles and internals.compiler() is not None:
@@ -118,6 +123,7 @@ class StepTracer:
                     simulation.is_on,
                     simulation.away,
                     simulation.notes.report,
+                    ran=lambda kernel: self.log.add_kernel("", self.recorder.phase, kernel),
                 )
                 # One size of batch is as good as another: a trace is of one.
                 stack.enter_context(self.compiled.running(shapes_vary=False))
@@ -142,8 +148,7 @@ class StepTracer:
             0 if self.fitted is None else self.fitted.host_bytes,
             self.simulation.quantized.managed_bytes,
             self.gives_weight,
-            # What fused kernels do isn't in the log: then nothing is known.
-            work=() if is_compiled else self.log.operations,
+            work=self.log.operations,
             grouped_bytes=self.simulation.grouped_bytes,
             # Compiling anew for each size would take too long.
             has_regimes=self.simulation.on_cuda and not is_compiled,
@@ -151,7 +156,8 @@ class StepTracer:
 
     def _ran(self, *operation: Any) -> None:
         """Notes an operator of the step that is counted: the first, with the update of the second."""
-        self.log.add("", self.recorder.phase, *operation)
+        is_compiled = self.compiled is not None and self.compiled.is_running
+        self.log.add("", self.recorder.phase, *operation, is_compiled=is_compiled)
 
     def _fit(self, stack: ExitStack, settings: Settings, optimizer: Any) -> Any:
         """Runs the steps as `settings` say; gives the optimizer that they make of this one."""
@@ -219,8 +225,7 @@ class StepTracer:
     def _train(self, optimizer: Any, batch: Any) -> list[tuple[int, int]] | None:
         recorder = self.recorder
         start, start_block = len(recorder.events), recorder.num_blocks
-        # Steps under settings are not the whole: parts of the batch that repeat are left out.
-        self.log.is_on = self.fitted is None
+        self.log.is_on = self._is_whole
         self._forward_backward(batch, 1)
         self.log.is_on = False
         after_backward = len(recorder.events)
@@ -299,7 +304,7 @@ class StepTracer:
     def _update(self, optimizer: Any, batch: Any, number: int) -> None:
         self._step_number = number
         # The first also makes the state.
-        self.log.is_on = number == 2 and self.fitted is None
+        self.log.is_on = number == 2 and self._is_whole
         # It computes the loss anew in each step.
         searches = isinstance(optimizer, torch.optim.LBFGS)
         if self.fitted is None or optimizer is None or searches:

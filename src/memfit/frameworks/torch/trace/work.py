@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from memfit.core.profile import Work
+from memfit.core.profile import MovingSizes, Work
 from memfit.core.timeline import Category, Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.chunked_loss import SMALLEST_VOCABULARY
+from memfit.frameworks.torch.compilation.fused_kernels import FUSED, FusedKernel
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import HALVES, Arguments, Known, Operator, Options, tensors
 from memfit.frameworks.torch.trace.kernel_sizes import flops_of, sizes_of
@@ -62,7 +63,7 @@ class WorkLog:
 
     def __init__(self) -> None:
         self.is_on = True
-        self._noted: list[tuple[str, Phase, _Figures]] = []
+        self._noted: list[tuple[str, Phase, _Figures, bool]] = []
 
     def __len__(self) -> int:
         return len(self._noted)
@@ -70,7 +71,7 @@ class WorkLog:
     @property
     def operations(self) -> tuple[Work, ...]:
         """All that were noted, in order."""
-        return tuple(Work(module, phase, *figures) for module, phase, figures in self._noted)
+        return tuple(Work(module, phase, *figures, is_compiled) for module, phase, figures, is_compiled in self._noted)
 
     def add(
         self,
@@ -81,6 +82,8 @@ class WorkLog:
         kwargs: Options,
         out: Any,
         known: Known | None = None,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         """Notes one operator, unless it does nothing; `known` is what is kept of its signature."""
         if not self.is_on or _runs_no_kernel(func):
@@ -89,7 +92,13 @@ class WorkLog:
         if known.figures is None:
             known.figures = _figures(func, args, kwargs, out)
         if known.figures is not _NOTHING:
-            self._noted.append((module, phase, known.figures))
+            self._noted.append((module, phase, known.figures, is_compiled))
+
+    def add_kernel(self, module: str, phase: Phase, kernel: FusedKernel) -> None:
+        """Notes a kernel of a compiled graph."""
+        if self.is_on and kernel.moved_bytes:
+            figures = _Figures(FUSED, 0, kernel.moved_bytes, "", MovingSizes(kernel.written_bytes, 0, 0))
+            self._noted.append((module, phase, figures, True))
 
 
 @cache
@@ -100,7 +109,9 @@ def _runs_no_kernel(func: Operator) -> bool:
 
 def _figures(func: Operator, args: Arguments, kwargs: Options, out: Any) -> _Figures:
     name = internals.name_of(func)
-    inputs, outputs = list(tensors((*args, *kwargs.values()))), list(tensors((out,)))
+    # What is given as `out=` is only written.
+    options = (value for option, value in kwargs.items() if option != "out")
+    inputs, outputs = list(tensors((*args, *options))), list(tensors((out,)))
     moved_bytes = _moved(name, args, inputs, outputs)
     if not moved_bytes:
         return _NOTHING

@@ -1,5 +1,6 @@
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -213,6 +214,36 @@ def test_channels_last_and_back():
     assert subject.model.down[0].weight.is_contiguous()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", [Settings(compile=True), Settings(compile=True, micro_batches=3)])
+def test_a_compiled_model_takes_the_same_step(settings, monkeypatch):
+    # WITHOUT kernels: those of Inductor are in tests/integration/test_compiled_plan.py
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+    plain = nn.Sequential(inner, nn.Linear(8, 3)).double()
+    compiled, batch = copy.deepcopy(plain), torch.randn(7, 6, dtype=torch.float64)
+
+    def loss(model, given):
+        return model(given).square().mean()
+
+    loss(plain, batch).backward()
+    with Fitted(settings, compiled) as fitted:
+        value = fitted.accumulate(loss, batch)
+        assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
+        assert dict(compiled.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+    assert "forward" not in vars(compiled)
+    torch.testing.assert_close(value, loss(plain, batch).detach())
+    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_compiled_once():
+    with pytest.raises(BadInput, match="the model given is compiled already"):
+        Fitted(Settings(compile=True), torch.compile(nn.Linear(2, 2)))
+
+
 def test_closing_leaves_model_and_optimizer_as_they_were():
     subject = make(architectures.convolutions, 0)
     model, optimizer = subject.model, adam(subject.model)
@@ -265,6 +296,7 @@ def test_a_step_needs_a_batch():
         (Settings(2, step_in_backward=True), "can't add up the gradients of 2 micro-batches"),
         (Settings(precision="amp-fp16", step_in_backward=True), "can't go with precision 'amp-fp16'"),
         (Settings(precision="fp8"), "amp-bf16, amp-fp16, or None, not 'fp8'"),
+        (Settings(compile=True, checkpoint=("1",)), "compile goes with neither checkpoint nor offload"),
         (Settings(0), "micro_batches must be at least 1, but 0"),
         (Settings(checkpoint=("1",), offload=("1.0",)), "offload names '1.0', which is part of a module"),
     ],

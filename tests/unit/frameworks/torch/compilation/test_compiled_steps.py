@@ -10,8 +10,6 @@ from memfit.frameworks.torch.compilation.compiled_steps import AUTOTUNING, CUDA_
 from memfit.frameworks.torch.compilation.inductor_graphs import POOL_STREAM
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.trace import trace
-from memfit.frameworks.torch.trace.job import OpenJob
-from memfit.frameworks.torch.trace.subject import Subject
 from tests.unit.frameworks.torch.builders import AMPERE, HOST
 
 # PyTorch's compiler loads parts of PyTorch that PyTorch deprecates.
@@ -72,6 +70,13 @@ def test_parameters_of_a_compiled_model_keep_their_names():
     named = {b.module for b in traced(torch.compile(Chain())).timeline.blocks if b.category is Category.PARAMETER}
 
     assert named == {"inner.scale"}
+
+
+@pytest.mark.parametrize(("name", "is_compiled"), [("a100-40gb", True), ("t4", False)])
+def test_bfloat16_is_compiled_for_devices_that_have_it(name, is_compiled):
+    step = trace.Step(torch.compile(Chain()), loss, torch.empty(ROWS, WIDTH), precision="amp-bf16")
+    made = trace.trace(step, memfit.find_device(name))
+    assert (NOT_COMPILED not in codes(made)) is any(work.is_compiled for work in made.work) is is_compiled
 
 
 def test_each_graph_of_code_with_a_break_is_compiled():
@@ -153,13 +158,3 @@ def test_afterwards_the_compiler_is_what_it_was():
     function = torch.compile(Chain(), backend="eager")
     traced(function)
     assert function(torch.ones(2, WIDTH)).device.type == "cpu"
-
-
-def test_a_plan_is_made_for_the_uncompiled_step():
-    job = memfit.Job(torch.compile(Chain()), loss, torch.empty(ROWS, WIDTH))
-    opened = OpenJob(job, HOST)
-    assert opened.compiles
-
-    Subject(opened)
-
-    assert not opened.compiles

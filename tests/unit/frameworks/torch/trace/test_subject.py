@@ -8,7 +8,6 @@ from memfit.core.errors import BadInput
 from memfit.core.job import Job
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.frameworks.torch.apply.fitted import Fitted
-from memfit.frameworks.torch.shapes.unsimulated import COMPILED_AS_EAGER
 from memfit.frameworks.torch.trace.job import OpenJob
 from memfit.frameworks.torch.trace.subject import Subject
 
@@ -107,17 +106,56 @@ def test_the_host_has_rates(figure):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_job_is_planned_as_eager_and_says_so():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    batch = torch.randn(16, 8)
-    jobs = Job(model, loss, batch, compile=True), Job(torch.compile(model), loss, batch), Job(model, loss, batch)
-    options = memfit.PlanOptions(measure=False)
-    compiled, already, plain = (memfit.plan(job, device="cpu", budget="1GiB", options=options) for job in jobs)
+@pytest.mark.parametrize("how", ["job", "model"])
+def test_a_compiled_job_is_planned_as_compiled(how):
+    model = nn.Sequential(nn.Linear(64, 64), *[nn.Tanh()] * 6, nn.Linear(64, 64))
+    batch = torch.randn(2**16, 64)
+    job = Job(model, loss, batch, compile=True) if how == "job" else Job(torch.compile(model), loss, batch)
+    known = memfit.estimate(job, device="rtx-3090")
+    allow = ["exact", "rounding", "compile"]
 
-    assert compiled.subject == plain.subject == "Sequential"
-    said = [[note.code for note in plan.notes].count(COMPILED_AS_EAGER) for plan in (compiled, already, plain)]
-    assert said == [1, 1, 0]
-    # The compiler remembers nothing of what it was not to compile meanwhile.
-    estimate = memfit.estimate(jobs[1], device="rtx-3090")
-    assert COMPILED_AS_EAGER not in {note.code for note in estimate.notes}
-    assert any(block.op.startswith("inductor") for block in estimate.timeline.blocks)
+    fits = memfit.plan(job, device="rtx-3090", allow=allow)
+    split = memfit.plan(job, device="rtx-3090", budget=known.peak_bytes - 16 * 2**20, allow=allow)
+
+    assert fits.before.allocated_bytes == fits.after.allocated_bytes == known.allocated_peak_bytes
+    assert fits.subject == known.subject
+    assert [refusal.reason for refusal in fits.refused if refusal.name == "compile"] == ["the step is compiled already"]
+    assert split.settings.micro_batches > 1 and not split.settings.checkpoint
+    assert any(block.op.startswith("inductor") for block in split.estimate_after.timeline.blocks)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_real_steps_of_a_compiled_job_are_not_timed():
+    opened = OpenJob(Job(nn.Linear(8, 8), loss, torch.randn(4, 8), compile=True), memfit.find_device("cpu"))
+    subject = Subject(opened)
+    assert subject.place() == "cpu"
+    opened.trace(4)
+    assert subject.is_compiled and not subject.place()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_profile_of_a_compiled_way_is_that_of_its_kernels():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(*[nn.Tanh()] * 6), nn.Dropout(), nn.Linear(64, 64))
+    subject = subject_of(model, torch.randn(4096, 64))
+    eager, compiled = (subject.profile(4096, Settings(compile=flag)) for flag in (False, True))
+
+    assert compiled.timeline.peak()[1] < eager.timeline.peak()[1]
+    assert "dropout" in compiled.features
+    assert any(unit.calls for unit in eager.units)
+    assert not any(unit.calls for unit in compiled.units) and all(unit.refused for unit in compiled.units)
+    assert "inductor.fused" in {work.op for work in compiled.work}
+    assert sum(work.moved_bytes for work in compiled.work) < 0.7 * sum(work.moved_bytes for work in eager.work)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_compiler_refuses_is_not_planned_compiled(monkeypatch):
+    def refused(*arguments, **options):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("memfit.frameworks.torch.compilation.inductor_graphs.GraphMemory.runnable", refused)
+    plan = memfit.plan(
+        nn.Sequential(nn.Linear(64, 64), nn.Tanh()), loss, torch.randn(8, 64), device="rtx-3090", allow=["compile"]
+    )
+    assert not plan.settings.compile
+    (refusal,) = (one for one in plan.refused if one.name == "compile")
+    assert "torch.compile failed on shapes" in refusal.reason and "no such kernel" in refusal.reason
