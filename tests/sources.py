@@ -107,3 +107,19 @@ def stream_over(source, **options):
     names = [field.name for field in fields(StreamOptions) if field.name in options]
     seldom = StreamOptions(**{name: options.pop(name) for name in names})
     return ArrayStream(source, options=seldom, **options)
+
+
+def read(source, start=0, stop=None, dtypes=None):
+    """Samples of a source, one array a field, as stored or of other types: one for all fields, or one each."""
+    stop = source.num_samples if stop is None else stop
+    if not isinstance(dtypes, list):
+        dtypes = [dtypes or field.dtype for field in source.fields]
+    # What isn't filled would show.
+    out = [np.full((stop - start, *field.shape), 77, dtype) for field, dtype in zip(source.fields, dtypes, strict=True)]
+    source.read(start, stop, out)
+    return out
+
+
+def names(source):
+    """Names of a source's fields, and which of them are labels."""
+    return [(field.name, field.is_label) for field in source.fields]

@@ -9,7 +9,7 @@
     |   +-- BadOptimizer            an optimizer of another model
     |   +-- BadModel                not a module, tensors on mixed devices
     |   +-- BadTarget               a FILE.py:function, timm: or hf: name that can't be loaded
-    |   +-- UnusableColumns (data/sources/table_fields.py)  text as features; carries the other columns
+    |   +-- UnusableColumns (data/sources/tables.py)  text as features; carries the other columns
     |   +-- BadFile                 a saved estimate that can't be read, a page that can't be written
     |       +-- BadCheckpoint (core/guarding.py)  damaged, incomplete or of another model
     +-- StepFailed                  the user's own code raised; carries its line

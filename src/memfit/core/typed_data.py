@@ -48,7 +48,7 @@ class Saved:
     __slots__ = ()
     saved_as: ClassVar[tuple[str, str]]
     """Name of the format, and what messages call such a result: "plan", "a plan"."""
-    how_to_get: ClassVar[str] = ""
+    how_to_get: ClassVar[str] = "Give a file that memfit wrote."
     """What to do where a file is none."""
 
     def to_json(self) -> dict[str, Any]:

@@ -288,6 +288,7 @@ def test_row_groups_of_parquet(tmp_path, size, is_warned):
 
 
 def test_text_is_converted_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEMFIT_SPOOL", "there")
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
 

@@ -12,6 +12,7 @@ import pytest
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.source import Source
 from memfit.data.sources.arrow import ArrowSource
+from tests.sources import read
 
 pa = pytest.importorskip("pyarrow")
 feather = pytest.importorskip("pyarrow.feather")
@@ -41,12 +42,6 @@ def write_feather(path: Path, what: Any) -> None:
 def write_file(path: Path, what: Any) -> None:
     with pa.ipc.new_file(path, what.schema) as writer:
         writer.write_table(what, max_chunksize=100)
-
-
-def read(source: Source, start: int, stop: int) -> list[Any]:
-    out = [np.empty((stop - start, *field.shape), field.dtype) for field in source.fields]
-    source.read(start, stop, out)
-    return out
 
 
 def check(source: Source, start: int, stop: int) -> None:

@@ -17,6 +17,7 @@ from memfit.core import heap
 from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.sources import csv as csv_source
 from memfit.data.sources.csv import CsvSource
+from tests.sources import read
 
 pytest.importorskip("pyarrow")
 
@@ -32,15 +33,6 @@ def small_steps(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(heap, "release", lambda: None)
     monkeypatch.setenv("MEMFIT_SPOOL", str(tmp_path / "spool"))
-
-
-def read(source, start=0, stop=None, dtypes=None):
-    stop = source.num_samples if stop is None else stop
-    dtypes = dtypes or [field.dtype for field in source.fields]
-    out = [np.full((stop - start, *field.shape), 77, dtype) for field, dtype in zip(source.fields, dtypes, strict=True)]
-    source.read(start, stop, out)
-    source.drop(start, stop)
-    return out
 
 
 def write(path, text):

@@ -14,6 +14,7 @@ from memfit.core.errors import BadFile, BadInput, MissingDependency
 from memfit.data.sources import hdf5
 from memfit.data.sources.hdf5 import Handle, Hdf5Source
 from memfit.data.sources.hdf5_contents import describe
+from tests.sources import read
 
 h5py = pytest.importorskip("h5py")
 
@@ -27,13 +28,6 @@ def write(path: Path, **options: Any) -> str:
         file.create_dataset("images", data=X, **options)
         file.create_dataset("labels", data=Y)
     return str(path)
-
-
-def read(source: Hdf5Source, start: int, stop: int, *dtypes: str) -> list[Any]:
-    types = dtypes or [field.dtype for field in source.fields]
-    out = [np.empty((stop - start, *field.shape), dtype) for field, dtype in zip(source.fields, types, strict=True)]
-    source.read(start, stop, out)
-    return out
 
 
 LAYOUTS = {

@@ -10,7 +10,7 @@ from memfit.core.errors import BadFile, BadInput
 from memfit.data.source import Field, Layout, SampleSource, Source
 from memfit.data.sources.joined import Concatenated, Paired, Passing, as_labels, class_names, concatenate, named
 from memfit.data.sources.npy import NpySource
-from tests.sources import ArraySource
+from tests.sources import ArraySource, read
 
 
 class Memory(Source):
@@ -61,12 +61,6 @@ class Pictures(Memory, SampleSource):
 def part(name, start, stop, **options):
     numbers = np.arange(start, stop, dtype="f4")
     return Memory(name, {"x": np.stack([numbers, -numbers], 1)}, **options)
-
-
-def read(source, start, stop):
-    out = [np.empty((stop - start, *field.shape), field.dtype) for field in source.fields]
-    source.read(start, stop, out)
-    return out
 
 
 # One after the other.

@@ -12,20 +12,11 @@ from hypothesis import strategies as st
 from memfit.core.errors import BadFile, BadInput
 from memfit.data.files import LocalFile
 from memfit.data.sources.npz import NpzSource, obvious_pair
+from tests.sources import names, read
 
 X = np.random.default_rng(0).normal(size=(60, 3, 4)).astype("f4")
 Y = np.arange(60) % 7
 SAVERS = pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-
-
-def read(source, start, stop, dtype=None):
-    out = [np.empty((stop - start, *field.shape), dtype or field.dtype) for field in source.fields]
-    source.read(start, stop, out)
-    return out
-
-
-def names(source):
-    return [(field.name, field.is_label) for field in source.fields]
 
 
 @SAVERS

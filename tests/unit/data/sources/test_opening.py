@@ -13,6 +13,7 @@ from memfit.data.sources.joined import Concatenated, ConcatenatedSamples
 from memfit.data.sources.npy import NpySource
 from memfit.data.sources.npz import NpzSource
 from memfit.data.sources.opening import kind_of, open_source
+from tests.sources import names, read
 
 X = np.random.default_rng(0).normal(size=(12, 3)).astype("f4")
 Y = np.arange(12) % 3
@@ -22,17 +23,6 @@ Y = np.arange(12) % 3
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def read(source, start=0, stop=None):
-    stop = source.num_samples if stop is None else stop
-    out = [np.empty((stop - start, *field.shape), field.dtype) for field in source.fields]
-    source.read(start, stop, out)
-    return out
-
-
-def names(source):
-    return [(field.name, field.is_label) for field in source.fields]
 
 
 def refusal(source, **options):

@@ -18,6 +18,7 @@ from memfit.data.inspection import inspect_data
 from memfit.data.source import Source
 from memfit.data.sources import parquet
 from memfit.data.sources.parquet import ParquetSource
+from tests.sources import read
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -40,12 +41,6 @@ def table() -> Any:
 def write(path: Path, what: Any = None, **options: Any) -> str:
     pq.write_table(table() if what is None else what, path, **{"row_group_size": 100, **options})
     return str(path)
-
-
-def read(source: Source, start: int, stop: int) -> list[Any]:
-    out = [np.empty((stop - start, *field.shape), field.dtype) for field in source.fields]
-    source.read(start, stop, out)
-    return out
 
 
 def check(source: Source, start: int, stop: int) -> None:
