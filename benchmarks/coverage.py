@@ -4,9 +4,9 @@
 
 Two kinds of evidence. Runs of which the memory was measured (the T4's and xMem's): is it within the interval, and how
 wide is that? And bounds (timm on an RTX 3090): a batch that ran, and a larger one that ran out of memory; of what was
-called sure by so much, how much came true? The widths in `memfit.core.spread` follow from mechanisms but for one
-number, the 2% of what nothing explains. It was settled on half of the rows, by a hash of their words; the others are
-the check.
+called sure by so much, how much came true? The widths in `memfit.core.spread` follow from mechanisms but for what
+nothing explains: 2% of every step, and beside it what steps with convolutions may be off by, below and above. These
+were settled on half of the rows, by a hash of their words; the others are the check.
 """
 
 import argparse
