@@ -20,7 +20,7 @@ _OF_GRADIENT = re.compile(r"_grad$|Grad(?:_\d+)?$")
 
 
 @final
-class Sources:
+class NodeSources:
     """The sources of one traced function, by the names of operators.
 
     Args:

@@ -15,7 +15,7 @@ import json
 import tensorflow as tf
 from memfit.core.user_code import caller_lines
 from memfit.frameworks.tensorflow.trace.graph import graph_of
-from memfit.frameworks.tensorflow.trace.sources import Sources
+from memfit.frameworks.tensorflow.trace.sources import NodeSources
 
 weight = tf.Variable(tf.ones((8, 8)))
 
@@ -40,7 +40,7 @@ def step(x):
     return loss
 
 traced, callers = tf.function(step).get_concrete_function(tf.TensorSpec((4, 8))), caller_lines()
-sources = Sources(traced.graph, callers)
+sources = NodeSources(traced.graph, callers)
 print(json.dumps([[node.op, node.name, sources.of(node.name)] for node in graph_of(traced).nodes]))
 """
 
