@@ -121,6 +121,16 @@ class Settings:
     donate: bool = False
 
     @property
+    def splits(self) -> bool:
+        """Whether they ask for more than one part."""
+        return self.micro_batches > 1 or self.micro_batch_size > 0
+
+    def part_size(self, num_samples: Any) -> Any:
+        """Samples of all parts but the last, which has what is left; a tensor where a graph only knows when it runs."""
+        # At least one sample: a batch smaller than the number of parts is split into as many parts as it has samples.
+        return self.micro_batch_size or (num_samples + self.micro_batches - 1) // self.micro_batches
+
+    @property
     def of_passes(self) -> "Settings":
         """What of it changes the forward and backward passes; all else as it is by default."""
         plain: dict[str, Any] = {name: getattr(Settings(), name) for name in _OF_UPDATE}

@@ -72,3 +72,18 @@ def test_the_passes_of_settings_know_nothing_of_the_update():
 
     assert replace(passes, **update, set_to_none=False).of_passes == passes
     assert passes.of_passes == passes
+
+
+def test_settings_ask_for_parts_by_number_or_by_size():
+    assert not Settings().splits
+    assert Settings(micro_batches=2).splits
+    assert Settings(micro_batch_size=8).splits
+
+
+@pytest.mark.parametrize(("parts", "samples", "size"), [(3, 10, 4), (3, 9, 3), (20, 5, 1), (2, 1, 1)])
+def test_as_many_parts_as_asked_for_or_one_for_each_sample(parts, samples, size):
+    assert Settings(micro_batches=parts).part_size(samples) == size
+
+
+def test_the_size_of_a_part_holds_whatever_the_batch():
+    assert Settings(micro_batches=2, micro_batch_size=3).part_size(100) == 3

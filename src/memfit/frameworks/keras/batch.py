@@ -5,7 +5,7 @@ Only shapes and kinds of numbers are needed, so that a batch may be made of arra
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +64,7 @@ class Batch:
 
     def specs(self) -> list[Spec]:
         """The shapes of all arrays, in order."""
-        return flatten(self.data)
+        return leaves(self.data)
 
     def resized(self, batch_size: int | None) -> "Batch":
         """The batch with another first dimension; None leaves it as it is."""
@@ -118,7 +118,7 @@ def read(batch: Any, unknown: int = _DEFAULT_BATCH_SIZE, *, any_form: bool = Fal
         data = tuple(_specs(part, name, unknown) for part, name in zip(batch, _PLACES, strict=False))
     else:
         data = _specs(batch, "x", unknown)
-    specs = flatten(data)
+    specs = leaves(data)
     if not specs:
         raise BadBatch(f"the batch holds no array ({type(batch).__name__} was given). Give arrays or shapes: (x, y).")
     empty = next((spec for spec in specs if spec.shape and spec.shape[0] == 0), None)
@@ -162,17 +162,9 @@ def _specs(value: Any, place: str, unknown: int) -> Any:
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """A nesting with each leaf but None replaced by `change(leaf)`."""
-    if isinstance(value, Mapping):
-        return {name: mapped(change, part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [mapped(change, part) for part in value]
-        return tuple(parts) if isinstance(value, tuple) else parts
-    return None if value is None else change(value)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else change(leaf), value)
 
 
-def flatten(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
     """The leaves of a nesting but None."""
-    if isinstance(value, Mapping | list | tuple):
-        parts = value.values() if isinstance(value, Mapping) else value
-        return [leaf for part in parts for leaf in flatten(part)]
-    return [] if value is None else [value]
+    return [leaf for leaf in keras.tree.flatten(value) if leaf is not None]

@@ -15,8 +15,10 @@ from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.batch import Batch, flatten, item_bytes, mapped
+from memfit.frameworks.keras.batch import Batch, item_bytes, leaves, mapped
 
+IS_SPLIT = "memfit_is_split"
+"""What the training step of Keras has as an attribute where it is run in parts."""
 OPTIMIZER = "(optimizer)"
 METRICS = "(metrics)"
 _BACKENDS = ("torch", "jax", "tensorflow")
@@ -25,7 +27,7 @@ _FOR_A_GUARD = "A guard has to know all variables before the first step"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldVariable:
     """One variable of a model."""
 
     variable: Any
@@ -34,8 +36,8 @@ class Held:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its numbers, as Keras declares them."""
-        return number_of(self.variable) * item_bytes(str(self.variable.dtype))
+        """Bytes of its numbers."""
+        return size_of(self.variable)
 
 
 def number_of(variable: Any) -> int:
@@ -43,9 +45,15 @@ def number_of(variable: Any) -> int:
     return math.prod(int(size) for size in variable.shape)
 
 
+def size_of(variable: Any) -> int:
+    """Bytes of a variable, as Keras declares it."""
+    return number_of(variable) * item_bytes(str(variable.dtype))
+
+
 def has_own_step(model: Any) -> bool:
     """Whether a model brings its own `train_step`, which may take any batch, and call its parts as it likes."""
-    return type(model).train_step is not keras.Model.train_step or "train_step" in vars(model)
+    own = vars(model).get("train_step")
+    return type(model).train_step is not keras.Model.train_step or (own is not None and not hasattr(own, IS_SPLIT))
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -68,6 +76,11 @@ def check_model(model: Any, *, training: bool) -> None:
     _check_backend()
     if not training:
         return
+    if not isinstance(model, keras.Model):
+        raise BadModel(
+            f"a compiled keras.Model was expected, but {type(model).__name__} was given. PyTorch modules and functions "
+            "of JAX are given with a loss and an optimizer."
+        )
     if not getattr(model, "compiled", False):
         raise BadModel(
             f"the model {model.name!r} isn't compiled, so that it has neither loss nor optimizer. "
@@ -98,7 +111,7 @@ def check_inputs(model: Any, batch: Batch) -> None:
     if not inputs or has_own_step(model):
         # A training step of the model's own decides which part of a batch goes where.
         return
-    given = flatten(batch.x)
+    given = leaves(batch.x)
     if isinstance(batch.x, dict):
         names = [tensor.name for tensor in inputs]
         missing = set(names) - set(batch.x)
@@ -227,37 +240,21 @@ def layer_paths(model: Any) -> dict[int, str]:
     return paths
 
 
-class LayerNames:
-    """Finds layers, of a model or by their paths, by the scopes that backends name operators with."""
-
-    def __init__(self, model: Any, paths: Sequence[str] = ()) -> None:
-        self._root = "" if model is None else str(model.name)
-        self.paths = tuple(paths if model is None else (path for path in layer_paths(model).values() if path))
-        self._known = frozenset(self.paths)
-        self._found: dict[str, str] = {}
-
-    def of(self, scopes: str) -> str:
-        """The dotted path of the innermost layer among dotted scopes, "" outside of all."""
-        if scopes not in self._found:
-            parts = scopes.split(".") if scopes else []
-            if self._root in parts:
-                parts = parts[parts.index(self._root) + 1 :]
-            spans = ((start, end) for start in range(len(parts)) for end in range(len(parts), start, -1))
-            paths = (".".join(parts[start:end]) for start, end in spans)
-            self._found[scopes] = next((path for path in paths if path in self._known), "")
-        return self._found[scopes]
+def paths_of(model: Any) -> list[str]:
+    """The dotted paths of a model's layers."""
+    return [path for path in layer_paths(model).values() if path]
 
 
-def variables_of(model: Any, *, training: bool) -> list[Held]:
+def variables_of(model: Any, *, training: bool) -> list[HeldVariable]:
     """Every variable of a model that is built, each once: layers, metrics, then the optimizer's."""
     paths = layer_paths(model)
     seen: set[int] = set()
-    found: list[Held] = []
+    found: list[HeldVariable] = []
 
     def add(variable: Any, category: Category, module: str) -> None:
         if id(variable) not in seen:
             seen.add(id(variable))
-            found.append(Held(variable, category, module))
+            found.append(HeldVariable(variable, category, module))
 
     for layer in internals.layers_of(model):
         path = paths.get(id(layer), "")
@@ -288,7 +285,7 @@ def owner_of(name: str, owners: dict[str, str]) -> str:
     return OPTIMIZER
 
 
-def state_bytes(variables: Sequence[Held], trained: Iterable[Any]) -> dict[Category, int]:
+def state_bytes(variables: Sequence[HeldVariable], trained: Iterable[Any]) -> dict[Category, int]:
     """Parameters, buffers, gradients and optimizer state in full.
 
     Counters and seeds count with 4 bytes a number: how wide they are is the one thing in which the backends differ.
@@ -305,7 +302,7 @@ def state_bytes(variables: Sequence[Held], trained: Iterable[Any]) -> dict[Categ
     return {category: size for category, size in sizes.items() if size}
 
 
-def trace_of(step: Trace, variables: Sequence[Held], trained: Iterable[Any]) -> Trace:
+def trace_of(step: Trace, variables: Sequence[HeldVariable], trained: Iterable[Any]) -> Trace:
     """The trace of a step with the sizes of its variables, of which `trained` have gradients."""
     sizes = state_bytes(variables, trained)
     count = sum(number_of(one.variable) for one in variables if one.category is Category.PARAMETER)

@@ -34,13 +34,14 @@ def output_properties(meta: Any) -> Any:
 
 
 def graphs_called_by(operation: Any) -> Iterator[Any]:
-    """Graphs of the functions that an operator calls: of `tf.function`, loops and branches."""
+    """Graphs of the functions that an operator calls: of `tf.function`, loops and branches; none that is elsewhere."""
     if not operation.type.endswith(_CALLING):
         return
     for attribute in operation.node_def.attr.values():
-        for function in (attribute.func, *attribute.list.func):
-            if function.name:
-                yield NAMES.of(operation.graph, "_get_function")(function.name).graph
+        for named in (attribute.func, *attribute.list.func):
+            function = NAMES.of(operation.graph, "_get_function")(named.name) if named.name else None
+            if function is not None:
+                yield function.graph
 
 
 def run_kernel(op: str, num_outputs: int, inputs: list[Any], attributes: tuple[Any, ...]) -> list[Any]:

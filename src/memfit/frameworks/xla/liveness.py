@@ -41,7 +41,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class ProgramBuffer:
     """Values that lie in one place, in the order in which they are made."""
 
     values: tuple[Value, ...]
@@ -58,7 +58,7 @@ class Buffer:
 class Lives:
     """The buffers of a program, with their lifetimes."""
 
-    buffers: tuple[Buffer, ...]  # in the order in which they begin
+    buffers: tuple[ProgramBuffer, ...]  # in the order in which they begin
     num_times: int  # instructions that run, those of loops counted once
     order: tuple[Instruction, ...]  # the instructions, by time
     results: tuple[int, ...]  # index in `buffers` of each leaf of the result
@@ -257,7 +257,7 @@ class _Walk:
                 if self._can_overwrite(values[leaf], value)
             }
             buffers.append(
-                Buffer(
+                ProgramBuffer(
                     tuple(inside),
                     max(value.size_bytes for value in inside),
                     frozenset(overwrites - {places[group]}),
@@ -332,7 +332,7 @@ def _at(tree: object, path: tuple[int, ...]) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ProgramLayout:
     """Bytes that XLA sets aside; outputs are those that don't take an argument's place, and their table."""
 
     argument_bytes: int
@@ -346,7 +346,7 @@ class Layout:
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
 
-def lay_out(lives: Lives) -> Layout:
+def lay_out(lives: Lives) -> ProgramLayout:
     """What XLA sets aside for a program, from the lives of its buffers alone.
 
     XLA gives each argument and each result a range of its own for as long as the program runs, puts what it can into
@@ -381,10 +381,10 @@ def lay_out(lives: Lives) -> Layout:
                     break
             else:
                 packed.append(place)
-    return Layout(arguments, outputs + lives.table_bytes, _most_at_once(buffers, packed), constants)
+    return ProgramLayout(arguments, outputs + lives.table_bytes, _most_at_once(buffers, packed), constants)
 
 
-def _most_at_once(buffers: tuple[Buffer, ...], places: Sequence[int]) -> int:
+def _most_at_once(buffers: tuple[ProgramBuffer, ...], places: Sequence[int]) -> int:
     """The greatest sum of some buffers that live at one time; where one is written over another, both count once."""
     left, gone = set(places), set[int]()
     changes: Counter[int] = Counter()
@@ -398,7 +398,7 @@ def _most_at_once(buffers: tuple[Buffer, ...], places: Sequence[int]) -> int:
     return max(itertools.accumulate(changes[time] for time in sorted(changes)), default=0)
 
 
-def _collide(buffers: tuple[Buffer, ...], one: int, other: int) -> bool:
+def _collide(buffers: tuple[ProgramBuffer, ...], one: int, other: int) -> bool:
     """Whether two buffers can't lie in one place: they live at once, and the first isn't written over the other."""
     first, second = buffers[one], buffers[other]
     return any(

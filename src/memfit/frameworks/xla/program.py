@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.user_code import SourceNames
 from memfit.frameworks.xla.hlo import Instruction, Module, parse
-from memfit.frameworks.xla.liveness import Buffer, Lives, Value, lives_of
+from memfit.frameworks.xla.liveness import Lives, ProgramBuffer, Value, lives_of
 from memfit.frameworks.xla.scratch import Scratch, scratch_of
 
 # Steps of JAX's own transformations, which it names among the scopes.
@@ -31,7 +31,7 @@ _SMALLEST_CONSTANT_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class InstructionOrigin:
     """Where an instruction comes from; `source` is the innermost line of the user's code."""
 
     phase: Phase | None  # None where the framework doesn't say
@@ -54,11 +54,11 @@ class Origins:
         names = SourceNames()
         self._module = module
         self._phase_of = phases or phase_of
-        self._known: dict[str, Origin] = {}
+        self._known: dict[str, InstructionOrigin] = {}
         self._source_of = sources or (lambda _, stack: names.innermost(stack))
         self._sources: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
 
-    def of(self, instruction: Instruction) -> Origin:
+    def of(self, instruction: Instruction) -> InstructionOrigin:
         """Where `instruction` comes from."""
         if instruction.name not in self._known:
             named = instruction
@@ -72,7 +72,7 @@ class Origins:
             path, primitive = scopes_of(named.op_name)
             is_plain = not primitive or primitive == instruction.opcode
             op = instruction.opcode if is_plain else f"{primitive} ({instruction.opcode})"
-            self._known[instruction.name] = Origin(
+            self._known[instruction.name] = InstructionOrigin(
                 self._phase_of(named.op_name), path, op, self._source(named), bool(named.op_name)
             )
         return self._known[instruction.name]
@@ -129,7 +129,7 @@ def _split(name: str) -> list[str]:
     return [part for part in parts if part]
 
 
-class Program:
+class XlaProgram:
     """A program as text after all of XLA's passes, scheduled.
 
     `compiled.as_text()` of JAX and `experimental_get_compiler_ir(stage="optimized_hlo")` of TensorFlow give it.
@@ -234,7 +234,7 @@ class _Writer:
         blocks.sort(key=lambda block: block.start)
         return Timeline(tuple(blocks), tick, self._marks(marks))
 
-    def _runs(self, place: int, buffer: Buffer) -> Iterator[_Run]:
+    def _runs(self, place: int, buffer: ProgramBuffer) -> Iterator[_Run]:
         """The stretches of time in which a buffer holds something.
 
         An argument that a result replaces leaves its place to others in between.
@@ -283,9 +283,9 @@ class _Writer:
                 category = Category.GRADIENT
         return Block(buffer.size_bytes, start, end, category, phase, module, origin.op, origin.source)
 
-    def _names_from_readers(self) -> dict[str, Origin]:
+    def _names_from_readers(self) -> dict[str, InstructionOrigin]:
         """Origins of instructions that XLA put in without a name: those of the first that reads what they make."""
-        found: dict[str, Origin] = {}
+        found: dict[str, InstructionOrigin] = {}
         for buffer in reversed(self._lives.buffers):
             for value in reversed(buffer.values):
                 name, own = value.instruction.name, self._origins.of(value.instruction)
@@ -298,7 +298,7 @@ class _Writer:
                         break
         return found
 
-    def _origin(self, instruction: Instruction) -> Origin:
+    def _origin(self, instruction: Instruction) -> InstructionOrigin:
         return self._named_after.get(instruction.name) or self._origins.of(instruction)
 
     def _phase(self, time: int) -> Phase:

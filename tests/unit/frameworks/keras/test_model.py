@@ -6,7 +6,6 @@ from memfit.core.errors import BadBatch, BadInput, BadModel, MissingDependency, 
 from memfit.core.timeline import Category
 from memfit.frameworks.keras.batch import read
 from memfit.frameworks.keras.model import (
-    LayerNames,
     build,
     check_inputs,
     check_known,
@@ -112,20 +111,6 @@ def test_layers_are_named_from_the_outside_in():
     paths = set(layer_paths(made).values())
 
     assert {"", "nested", "nested.inner", "block", "block.dense", "block.dense#2"} <= paths
-
-
-@pytest.mark.parametrize(
-    ("scopes", "path"),
-    [
-        ("network.wide", "wide"),
-        ("train_step.network.nested.inner.add", "nested.inner"),
-        ("compute_loss.norm", "norm"),
-        ("network.elsewhere", ""),
-        ("", ""),
-    ],
-)
-def test_scopes_of_operators_lead_to_layers(scopes, path):
-    assert LayerNames(network()).of(scopes) == path
 
 
 def test_variables_are_sorted_by_what_they_are_for(built):

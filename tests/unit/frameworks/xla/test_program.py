@@ -7,7 +7,7 @@ import pytest
 from memfit.core.timeline import Category, Phase, Timeline
 from memfit.frameworks.xla.hlo import parse
 from memfit.frameworks.xla.liveness import lay_out, lives_of
-from memfit.frameworks.xla.program import Origins, Program, num_processors, phase_of, scopes_of, turn_of
+from memfit.frameworks.xla.program import Origins, XlaProgram, num_processors, phase_of, scopes_of, turn_of
 from memfit.frameworks.xla.scratch import Scratch
 from tests.unit.frameworks.xla.programs import LOOP, STEP, entry
 
@@ -18,7 +18,7 @@ def describe(number):
 
 def made(text, describe_result=None, scratch=(), phase_of=None) -> Timeline:
     """The timeline of a program."""
-    return Program(text).timeline(describe, describe_result, scratch, phase_of)
+    return XlaProgram(text).timeline(describe, describe_result, scratch, phase_of)
 
 
 def test_blocks_say_what_they_are_for():
@@ -147,7 +147,7 @@ PRODUCTS = STEP.replace("64,16", "4096,1024").replace("16,16", "1024,1024")
 
 
 def test_scratch_is_part_of_the_timeline():
-    program = Program(PRODUCTS)
+    program = XlaProgram(PRODUCTS)
     scratch = program.scratch(num_threads=2)
 
     timeline = program.timeline(describe, scratch=scratch)

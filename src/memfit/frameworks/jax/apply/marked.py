@@ -22,7 +22,7 @@ from memfit.frameworks.jax.apply.recomputation import recomputed
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BlockCall:
     """One call of a marked block."""
 
     name: str  # of the block and which of its calls, "layer.3"
@@ -36,7 +36,7 @@ class _Tracing:
 
     recomputed: frozenset[str] = frozenset()
     calls: dict[str, int] = field(default_factory=dict)
-    found: list[Call] | None = None
+    found: list[BlockCall] | None = None
 
 
 _tracing: ContextVar[_Tracing | None] = ContextVar("memfit_jax_blocks", default=None)
@@ -85,9 +85,9 @@ def recomputing(names: tuple[str, ...]) -> Iterator[None]:
 
 
 @contextmanager
-def recording() -> Iterator[list[Call]]:
+def recording() -> Iterator[list[BlockCall]]:
     """Yields the calls of blocks as they are made."""
-    found: list[Call] = []
+    found: list[BlockCall] = []
     token = _tracing.set(_Tracing(found=found))
     try:
         yield found
@@ -120,7 +120,7 @@ class _OfArrays:
         return list(results)
 
 
-def _looked_at(name: str, function: Callable[..., Any], arguments: Any, options: Any) -> Call:
+def _looked_at(name: str, function: Callable[..., Any], arguments: Any, options: Any) -> BlockCall:
     """What a call keeps and computes; nothing is run."""
     call = _OfArrays(function, arguments, options)
     # Blocks inside of it are part of it.
@@ -144,7 +144,7 @@ def _looked_at(name: str, function: Callable[..., Any], arguments: Any, options:
         flops = count_flops(jax.make_jaxpr(closed)(*given).jaxpr)
     finally:
         _tracing.reset(token)
-    return Call(name, max(0, kept - num_bytes(given)), flops)
+    return BlockCall(name, max(0, kept - num_bytes(given)), flops)
 
 
 def count_flops(program: Any) -> float:

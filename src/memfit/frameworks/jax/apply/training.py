@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from memfit.core.errors import BadBatch, BadInput, BadLoss, BadOptimizer
 from memfit.core.settings import Settings
-from memfit.frameworks.jax.apply.marked import Call, count_flops, recomputing, recording
+from memfit.frameworks.jax.apply.marked import BlockCall, count_flops, recomputing, recording
 
 _DONATING = Settings(donate=True)
 _WEIGHTINGS = ("samples", "sum", "given")
@@ -82,7 +82,7 @@ class TrainStep:
         """(loss of the whole batch, gradients of the trained parameters)."""
         of_part = partial(self._part, structure, trained, fixed)
         size = check_batch(batch)
-        length = part_size(self.settings, size)
+        length = 1 if size is None else self.settings.part_size(size)
         if size is None or length >= size:
             (value, _), gradients = of_part(batch)
             return value, gradients
@@ -138,15 +138,6 @@ class TrainStep:
     def _run(self, structure: _Structure, trained: Any, fixed: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, gradients = self.gradients(structure, trained, fixed, batch)
         return *self.update(trained, state, gradients), value
-
-
-def part_size(settings: Settings, size: int | None) -> int:
-    """Samples of the largest part of a batch of this size."""
-    if size is None:
-        return 1
-    if settings.micro_batch_size:
-        return min(size, settings.micro_batch_size)
-    return -(-size // min(size, settings.micro_batches))
 
 
 def split_params(params: Any) -> tuple[Any, Any, _Structure]:
@@ -214,7 +205,7 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(shape, tree)
 
 
-def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[float, tuple[Call, ...]]:
+def look(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[float, tuple[BlockCall, ...]]:
     """(operations of a loss's forward pass, its calls of marked blocks in order); nothing is computed.
 
     Refuses a loss that returns anything else than a scalar, or (loss, weight).

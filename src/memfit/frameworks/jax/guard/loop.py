@@ -16,7 +16,7 @@ from memfit.core.adapter import GuardedLoop
 from memfit.core.guarding import NEVER, BatchSize, BrokenUpdate, CannotFit, Fallbacks, MemoryFailure
 from memfit.core.oom import caught
 from memfit.core.settings import Settings
-from memfit.frameworks.jax.apply.training import TrainStep, check_batch, join_params, part_size, split_params
+from memfit.frameworks.jax.apply.training import TrainStep, check_batch, join_params, split_params
 from memfit.frameworks.jax.guard.memory_request import MemoryRequest, beside_arguments, form_of
 
 # What an update in place may ask for and still be trusted not to fail.
@@ -52,7 +52,7 @@ class JaxLoop(GuardedLoop):
         self.happened, self.num_halvings = None, 1
         trained, fixed, structure = split_params(params)
         size = check_batch(batch)
-        part = part_size(settings_of(batch), size)
+        part = 1 if size is None else min(size, settings_of(batch).part_size(size))
         computed: list[Any] = []
 
         def compute() -> None:

@@ -47,6 +47,75 @@ class NoRoom(MemoryError):
         self.free_bytes = free_bytes
 
 
+class Host:
+    """The memory of this machine, as far as the process may have it."""
+
+    @property
+    def can_refuse(self) -> bool:
+        """Whether the system refuses memory that the machine has: by a limit of the process, or strict overcommit."""
+        return sys.platform == "win32" or any(limit is not None for limit in limits()) or _is_strict(_OVERCOMMIT)
+
+    @property
+    def data_bytes(self) -> int:
+        """Of the process's private memory; 0 where the system doesn't say."""
+        sizes = read_sizes()
+        return 0 if sizes is None else sizes[-1]
+
+    @property
+    def heap_free_bytes(self) -> int:
+        """What the C library holds and nobody uses; 0 where it doesn't say."""
+        describe = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallinfo2", None)
+        if describe is None:
+            return 0
+        describe.restype = _HeapInfo
+        return int(describe().fordblks)
+
+    def has(self, size_bytes: int) -> bool:
+        """Whether so much is there: asks for it and gives it back, past the C library, whose heap it would change."""
+        try:
+            if sys.platform == "win32":
+                numpy.empty(size_bytes, numpy.uint8)
+            else:
+                mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except (OSError, OverflowError, MemoryError, ValueError):
+            return False
+        return True
+
+    def ask(self, size_bytes: int, settle: Callable[[], Any]) -> None:
+        """Waits until so much is there, or raises NoRoom."""
+        if self.has(size_bytes):
+            return
+        settle()
+        for pause in _PAUSES:
+            if self.has(size_bytes):
+                return
+            time.sleep(pause)
+        if not self.has(size_bytes):
+            raise NoRoom(size_bytes, self._most(size_bytes))
+
+    def _most(self, size_bytes: int) -> int:
+        """The most that is there, below `size_bytes`."""
+        low, high = 0, size_bytes
+        while high - low > max(_PAGE_BYTES, size_bytes >> 8):
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.has(middle) else (low, middle)
+        return low
+
+
+@cache
+def _is_strict(overcommit: Path) -> bool:
+    try:
+        return overcommit.read_text(encoding="ascii").strip() == _STRICT
+    except OSError:
+        return False
+
+
+class _HeapInfo(ctypes.Structure):
+    """What mallinfo2(3) gives; of it, only what is free in all heaps is read."""
+
+    _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
+
+
 class MemoryRequest:
     """A check before each step of one jitted function that the memory it takes is there.
 
@@ -54,8 +123,9 @@ class MemoryRequest:
     where so much can't be had at that moment.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, host: Host | None = None) -> None:
         self._function = function
+        self._host = host or Host()
         self._needs: dict[Hashable, _Need] = {}
 
     def ask(self, arguments: tuple[Any, ...], settle: Callable[[], Any] = lambda: None) -> None:
@@ -66,18 +136,20 @@ class MemoryRequest:
         key = form_of(arguments)
         need = self._needs.get(key)
         if need is None:
-            if _can_refuse():
-                _ask_host(_COMPILER_BYTES, settle)
+            if self._host.can_refuse:
+                self._host.ask(_COMPILER_BYTES, settle)
             arrays = (leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array))
             devices = {device for array in arrays for device in array.devices()} or {jax.local_devices()[0]}
-            need = self._needs[key] = _Need(self._function.lower(*arguments), sorted(devices, key=lambda one: one.id))
+            lowered = self._function.lower(*arguments)
+            need = self._needs[key] = _Need(lowered, sorted(devices, key=lambda one: one.id), self._host)
         need.ask(settle)
 
 
 class _Need:
     """What a lowered step takes beside its arguments."""
 
-    def __init__(self, lowered: Any, devices: list[Any]) -> None:
+    def __init__(self, lowered: Any, devices: list[Any], host: Host) -> None:
+        self._host = host
         # JAX keeps the executable, so that the step that follows isn't compiled again.
         memory = lowered.compile().memory_analysis()
         self._devices = devices
@@ -99,8 +171,8 @@ class _Need:
         if not self._is_on_host:
             _ask_devices(self._devices, self.value_bytes, settle)
             return
-        more = self.scratch_bytes() - self._kept() if _can_refuse() else 0
-        _ask_host(self.value_bytes * len(self._devices) + more, settle)
+        more = self.scratch_bytes() - self._kept() if self._host.can_refuse else 0
+        self._host.ask(self.value_bytes * len(self._devices) + more, settle)
 
     def scratch_bytes(self) -> int:
         """What kernels and the runtime take for themselves on the host; it takes a moment to find out."""
@@ -112,11 +184,11 @@ class _Need:
 
     def _kept(self) -> int:
         if self._before is None:
-            self._before = _data_bytes()
+            self._before = self._host.data_bytes
             return 0
         if self._kept_bytes is None:
-            self._kept_bytes = max(0, _data_bytes() - self._before)
-        return min(self._kept_bytes, _heap_free_bytes())
+            self._kept_bytes = max(0, self._host.data_bytes - self._before)
+        return min(self._kept_bytes, self._host.heap_free_bytes)
 
 
 def _asked_bytes(lowered: Any) -> int:
@@ -165,70 +237,3 @@ def _least_free(devices: list[Any]) -> float:
         (one["bytes_limit"] - one.get("bytes_in_use", 0) for one in found if "bytes_limit" in one),
         default=float("inf"),
     )
-
-
-def _ask_host(size_bytes: int, settle: Callable[[], Any]) -> None:
-    if _has(size_bytes):
-        return
-    settle()
-    for pause in _PAUSES:
-        if _has(size_bytes):
-            return
-        time.sleep(pause)
-    if not _has(size_bytes):
-        raise NoRoom(size_bytes, _most_there(size_bytes))
-
-
-def _has(size_bytes: int) -> bool:
-    """Whether the host has so much: asks for it and gives it back, past the C library, whose heap it would change."""
-    try:
-        if sys.platform == "win32":
-            numpy.empty(size_bytes, numpy.uint8)
-        else:
-            mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except (OSError, OverflowError, MemoryError, ValueError):
-        return False
-    return True
-
-
-def _most_there(size_bytes: int) -> int:
-    """The most that the host would give, below `size_bytes`."""
-    low, high = 0, size_bytes
-    while high - low > max(_PAGE_BYTES, size_bytes >> 8):
-        middle = (low + high) // 2
-        low, high = (middle, high) if _has(middle) else (low, middle)
-    return low
-
-
-def _can_refuse() -> bool:
-    """Whether the system refuses memory that the machine has: by a limit of the process, or strict overcommit."""
-    return sys.platform == "win32" or any(limit is not None for limit in limits()) or _is_strict()
-
-
-@cache
-def _is_strict() -> bool:
-    try:
-        return _OVERCOMMIT.read_text(encoding="ascii").strip() == _STRICT
-    except OSError:
-        return False
-
-
-def _data_bytes() -> int:
-    """Of the process's private memory; 0 where the system doesn't say."""
-    sizes = read_sizes()
-    return 0 if sizes is None else sizes[-1]
-
-
-class _HeapInfo(ctypes.Structure):
-    """What mallinfo2(3) gives; of it, only what is free in all heaps is read."""
-
-    _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
-
-
-def _heap_free_bytes() -> int:
-    """What the C library holds and nobody uses; 0 where it doesn't say."""
-    describe = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if describe is None:
-        return 0
-    describe.restype = _HeapInfo
-    return int(describe().fordblks)

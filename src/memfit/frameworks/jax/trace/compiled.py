@@ -14,7 +14,7 @@ from memfit.core.timeline import Category, Timeline
 from memfit.core.trace import Serving, Trace
 from memfit.frameworks.jax import internals
 from memfit.frameworks.jax.trace.arguments import size_of
-from memfit.frameworks.xla.program import Describe, Program, SourceOf, held_before
+from memfit.frameworks.xla.program import Describe, SourceOf, XlaProgram, held_before
 from memfit.frameworks.xla.scratch import Scratch, most_bytes, spread_of
 
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -28,7 +28,7 @@ _COPIES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 class Compiled:
     """A compiled program."""
 
-    program: Program
+    program: XlaProgram
     argument_bytes: int  # those that the program doesn't use included
     output_bytes: int
     temporary_bytes: int
@@ -129,7 +129,7 @@ def read(lowered: Any, *, as_on_gpu: bool = False) -> Compiled:
     sizes = [size_of(leaf) for leaf in jax.tree.leaves(lowered.in_avals)]
     kept = internals.used_arguments(compiled, len(sizes))
     unused = tuple((number, size) for number, size in enumerate(sizes) if number not in set(kept))
-    program = Program(text)
+    program = XlaProgram(text)
     on_host = not as_on_gpu and jax.default_backend() == "cpu"
     return Compiled(
         program,

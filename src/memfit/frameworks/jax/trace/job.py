@@ -26,7 +26,7 @@ from memfit.core.trace import Trace
 from memfit.core.user_code import user_line
 from memfit.frameworks.jax import internals
 from memfit.frameworks.jax.apply import training
-from memfit.frameworks.jax.apply.marked import Call, num_bytes
+from memfit.frameworks.jax.apply.marked import BlockCall, num_bytes
 from memfit.frameworks.jax.trace import arguments as roles
 from memfit.frameworks.jax.trace.arguments import is_array
 from memfit.frameworks.jax.trace.compiled import compile_step, read
@@ -362,7 +362,7 @@ class OpenTraining:
         self.name = job.name or getattr(self.loss, "__name__", None) or type(self.loss).__name__
         self.notes: tuple[Note, ...] = ()
 
-    def look(self) -> tuple[float, tuple[Call, ...]]:
+    def look(self) -> tuple[float, tuple[BlockCall, ...]]:
         """(operations of the forward pass, calls of marked blocks)."""
         with explained():
             return training.look(self.loss, self.params, self.batch)

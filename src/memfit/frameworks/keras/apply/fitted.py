@@ -19,8 +19,7 @@ from memfit.core.errors import BadInput, BadModel
 from memfit.core.settings import Settings
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply import low_rank, precision, recomputation
-from memfit.frameworks.keras.apply.split_step import splits
-from memfit.frameworks.keras.model import check_model, has_own_step, layer_paths
+from memfit.frameworks.keras.model import IS_SPLIT, check_model, has_own_step, layer_paths
 
 
 class FittedModel:
@@ -31,8 +30,6 @@ class FittedModel:
     """
 
     def __init__(self, settings: Settings, model: Any, approximate: bool = False) -> None:
-        if not isinstance(model, keras.Model):
-            raise BadModel(f"a compiled keras.Model was expected, but {type(model).__name__} was given.")
         check_model(model, training=True)
         self.model = model
         self._allows = approximate
@@ -44,7 +41,7 @@ class FittedModel:
     def approximate(self) -> str:
         """What differs from the plain step by more than rounding, in words; "" if nothing does."""
         texts = []
-        if splits(self.settings):
+        if self.settings.splits:
             statistics, random = with_statistics(self.model), with_random_numbers(self.model)
             if statistics:
                 texts.append(f"{in_words(statistics)} use the statistics of each micro-batch")
@@ -74,10 +71,10 @@ class FittedModel:
 
     def _apply(self, settings: Settings, undo: ExitStack) -> None:
         model, moves = self.model, _moves(settings)
-        if splits(settings):
+        if settings.splits:
             check_split(model, approximate=self._allows)
         is_compiled_otherwise = settings.jit_compile is not None and settings.jit_compile != model.jit_compile
-        if moves or splits(settings) or is_compiled_otherwise:
+        if moves or settings.splits or is_compiled_otherwise:
             # Keras traces or compiles the step anew, then and when all is undone.
             undo.callback(setattr, model, "train_function", None)
             model.train_function = None
@@ -91,9 +88,9 @@ class FittedModel:
             model.jit_compile = settings.jit_compile
         for move in moves:
             undo.callback(move.apply(settings, model))
-        if splits(settings):
+        if settings.splits:
             steps = importlib.import_module(f"memfit.frameworks.keras.apply.{keras.backend.backend()}_steps")
-            split = steps.Step(settings, model, model.train_step, self._allows)
+            split = steps.BackendSplitStep(settings, model, model.train_step, self._allows)
             was_built = bool(model.built)
 
             def train_step(*arguments: Any) -> Any:
@@ -102,6 +99,7 @@ class FittedModel:
                     _check_statistics(model)
                 return split(*arguments)
 
+            setattr(train_step, IS_SPLIT, True)
             undo.callback(model.__dict__.pop, "train_step", None)
             model.train_step = train_step
 

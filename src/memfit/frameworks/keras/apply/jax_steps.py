@@ -10,14 +10,14 @@ from jax import numpy as jnp
 
 from memfit.core.errors import BadModel
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.split_step import SplitStep, part_size
-from memfit.frameworks.keras.apply.weights import Part
+from memfit.frameworks.keras.apply.split_step import SplitStep
+from memfit.frameworks.keras.apply.weights import BatchPart
 
 _Carry = tuple[Any, Any, Any, Any, Any]
 """Gradients, other variables, metrics' variables, the loss so far, and the losses of outputs so far."""
 
 
-class Step(SplitStep):
+class BackendSplitStep(SplitStep):
     """A `train_step(state, data)`; arguments as for `SplitStep`."""
 
     concrete = staticmethod(jax.ensure_compile_time_eval)
@@ -32,7 +32,7 @@ class Step(SplitStep):
     def __call__(self, state: Any, data: Any) -> Any:
         """Trains on a batch."""
         *opened, num_samples = self.open(data)
-        size = part_size(self.settings, num_samples)
+        size = self.settings.part_size(num_samples)
         if num_samples is None or num_samples <= size:
             return self.plain(state, data)
         arrays = jax.tree.map(jnp.asarray, tuple(opened))
@@ -83,7 +83,7 @@ class Step(SplitStep):
         # Where a compute_loss of the user's own looks for them.
         with internals.losses_given(model, losses), keras.StatelessScope(mapping) as scope:
             length = int(jax.tree.leaves(data)[0].shape[0])
-            found = self.share(Part(length, num_samples, weights), data, y_pred, losses)
+            found = self.share(BatchPart(length, num_samples, weights), data, y_pred, losses)
         others = _current(scope, model.non_trainable_variables)
         metrics = _current(scope, model.metrics_variables)
         total = found.total

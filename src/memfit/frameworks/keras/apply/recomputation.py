@@ -29,7 +29,7 @@ _TENSOR = object()
 Undo = Callable[[], None]
 
 
-class _Unknown(BaseException):
+class _UnknownVariable(BaseException):
     """A variable, given as argument, was used that isn't among the layers', or changed that is taken for a weight.
 
     Not an `Exception`: Keras makes others of these on their way.
@@ -54,7 +54,7 @@ class _Scope(keras.StatelessScope):  # type: ignore[misc,unused-ignore]
             # Keras draws from a shared generator where no seed is given, which is made when first drawn from.
             shared = internals.global_seed_generator()
             if internals.tensor_of(variable) is not None or (shared is not None and shared.state is variable):
-                raise _Unknown(variable)
+                raise _UnknownVariable(variable)
         return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -63,7 +63,7 @@ class _Scope(keras.StatelessScope):  # type: ignore[misc,unused-ignore]
         if id(variable) in self._fixed or (
             id(variable) not in self._given and internals.tensor_of(variable) is not None
         ):
-            raise _Unknown(variable)
+            raise _UnknownVariable(variable)
         if variable.trainable and id(variable) in self._given and keras.backend.backend() != "jax":
             # What is assigned there has no past: gradients of what is computed with it are the variable's own.
             given, stop = self._given[id(variable)], keras.ops.stop_gradient
@@ -105,7 +105,7 @@ class StatelessCall:
         while True:
             try:
                 return self._call(run, inputs, recompute)
-            except _Unknown as unknown:
+            except _UnknownVariable as unknown:
                 (variable,) = unknown.args
             if id(variable) in {id(known) for group in self._variables() for known in group}:
                 self._changing.add(id(variable))
@@ -199,7 +199,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
     """
     recompute = _backend_recompute(model)
     stand_ins = []
-    runs: dict[int, list[_Part]] = {}
+    runs: dict[int, list[_RecomputedPart]] = {}
     parts = [part_at(model, path) for path in settings.checkpoint]
     _check_apart(parts)
     for part in parts:
@@ -217,7 +217,7 @@ def apply(settings: Settings, model: keras.Model) -> Undo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RecomputedPart:
     """What is recomputed as one: a layer with all in it, or the calls `start` to `end` of a Functional `graph`."""
 
     path: str
@@ -227,7 +227,7 @@ class _Part:
     end: int = 0
 
 
-def part_at(model: keras.Model, path: str) -> _Part:
+def part_at(model: keras.Model, path: str) -> _RecomputedPart:
     """What an entry of `Settings.checkpoint` names in the model; refuses what isn't there."""
     first, colon, last = path.partition(":")
     if not path:
@@ -236,7 +236,7 @@ def part_at(model: keras.Model, path: str) -> _Part:
             "the plain step. Name layers inside of it."
         )
     if not colon:
-        return _Part(path, [_layer_at(model, path)])
+        return _RecomputedPart(path, [_layer_at(model, path)])
     prefix, _, first_name = first.rpartition(".")
     last_prefix, _, last_name = last.rpartition(".")
     if prefix != last_prefix:
@@ -260,7 +260,7 @@ def part_at(model: keras.Model, path: str) -> _Part:
     end = names.index(last_name, start) + 1
     called = {id(node.operation): node.operation for node in internals.nodes_of(graph)[start:end]}
     layers = [operation for operation in called.values() if isinstance(operation, keras.layers.Layer)]
-    return _Part(path, layers, graph, start, end)
+    return _RecomputedPart(path, layers, graph, start, end)
 
 
 def _layer_at(model: keras.Model, path: str) -> Any:
@@ -280,7 +280,7 @@ def _nothing_at(path: str, name: str, names: list[str]) -> str:
     )
 
 
-def _check_apart(parts: Sequence[_Part]) -> None:
+def _check_apart(parts: Sequence[_RecomputedPart]) -> None:
     """Refuses parts that share layers or calls: what is recomputed inside of a recomputation runs three times."""
     owners: dict[int, str] = {}
     seen: set[str] = set()
@@ -314,7 +314,7 @@ def _recomputed_call(layer: Any, recompute: Callable[..., list[Any]]) -> Callabl
 class _GraphRun:
     """Runs a graph, some of its calls as one that is recomputed."""
 
-    def __init__(self, graph: Any, runs: Sequence[_Part], recompute: Callable[..., list[Any]]) -> None:
+    def __init__(self, graph: Any, runs: Sequence[_RecomputedPart], recompute: Callable[..., list[Any]]) -> None:
         self._graph = graph
         self._plain = getattr(graph, internals.RUN_THROUGH_GRAPH)
         self._recompute = recompute
@@ -359,7 +359,7 @@ def _called(graph: Any, operation_fn: Any, node: Any, values: dict[int, Any]) ->
 class _Segment:
     """Calls of a graph that are recomputed as one: what they take from before, and what those after them take."""
 
-    def __init__(self, graph: Any, nodes: list[Any], run: _Part) -> None:
+    def __init__(self, graph: Any, nodes: list[Any], run: _RecomputedPart) -> None:
         self._nodes = nodes[run.start : run.end]
         made = {id(symbol) for node in self._nodes for symbol in node.outputs}
         later = {id(symbol) for node in nodes[run.end :] for symbol in node.input_tensors}

@@ -22,7 +22,8 @@ from keras import ops
 from memfit.core.errors import BadBatch, BadModel
 from memfit.core.settings import Settings
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.weights import BatchLoss, Kind, NeedsWeights, Part, Share, share_of
+from memfit.frameworks.keras.apply.weights import BatchLoss, BatchPart, LossKind, LossShare, NeedsWeights, share_of
+from memfit.frameworks.keras.batch import leaves
 
 _FIRST, _SECOND = 2, 3
 _UNKNOWN_SIZE = 6
@@ -32,21 +33,21 @@ _NUM_SCALED = 3
 _SCALES = (-1.5, 2.0)
 
 _PARTS = ((_FIRST, slice(0, _FIRST)), (_SECOND, slice(_FIRST, None)))
-_KINDS = (Kind.SAMPLES, Kind.SUM)
+_KINDS = (LossKind.SAMPLES, LossKind.SUM)
 
 Concrete = Callable[[], AbstractContextManager[Any]]
 _Drawn = TypeVar("_Drawn")
 
 
-def kind_of_loss(concrete: Concrete, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Kind:
+def kind_of_loss(concrete: Concrete, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> LossKind:
     """How the values of a loss for parts of a batch make up that of the batch.
 
     Of targets, predictions and weights only shapes and types count. Within `concrete`, operations are computed at once.
     """
 
-    def draw(random: np.random.Generator, scale: Any) -> tuple[set[Kind], bool]:
+    def draw(random: np.random.Generator, scale: Any) -> tuple[set[LossKind], bool]:
         made = [_made(spec, random, 0.05, scale) for spec in (y, y_pred)] + [_made(sample_weight, random, 0.05)]
-        parts = [(Part(size, _FIRST + _SECOND), _rows(made, rows)) for size, rows in _PARTS]
+        parts = [(BatchPart(size, _FIRST + _SECOND), _rows(made, rows)) for size, rows in _PARTS]
         whole = _number(loss(*_rows(made, slice(None))))
         shares = {kind: [_number(share_of(loss, part, 0, kind, *given)) for part, given in parts] for kind in _KINDS}
         return {kind for kind in _KINDS if _is_sum(whole, shares[kind])}, bool(np.isfinite(whole) and whole != 0)
@@ -55,12 +56,12 @@ def kind_of_loss(concrete: Concrete, loss: Any, y: Any, y_pred: Any, sample_weig
     kinds = [kinds for kinds, _ in draws]
     # A value for each sample is summed up by Keras itself: nothing is left to tell apart.
     is_by_sample = any(is_something for _, is_something in draws) and all(len(found) == 2 for found in kinds)
-    return Kind.SAMPLES if is_by_sample else _agreed(kinds)
+    return LossKind.SAMPLES if is_by_sample else _agreed(kinds)
 
 
 def kinds_of_added(
     concrete: Concrete, model: Any, values: tuple[list[Any], list[Any]], x: Any, training: bool = True
-) -> list[Kind]:
+) -> list[LossKind]:
     """How the losses that layers add, and regularizers, count; in the order of `model.losses`.
 
     `values` are those of the trainable and the other variables; of `x` only shapes and types count. Random layers
@@ -83,9 +84,9 @@ def kinds_of_added(
     # Regularizers of weights come last, and are the same for all parts.
     num_added = counts.pop() - num_regularized(model)
     found = [_agreed([_kinds(*(values[index] for values in drawn)) for drawn in draws]) for index in range(num_added)]
-    if Kind.NEITHER in found and training:
+    if LossKind.NEITHER in found and training:
         return kinds_of_added(concrete, model, values, x, training=False)
-    return found + [Kind.SAMPLES] * num_regularized(model)
+    return found + [LossKind.SAMPLES] * num_regularized(model)
 
 
 def num_regularized(model: Any) -> int:
@@ -96,7 +97,7 @@ def num_regularized(model: Any) -> int:
 
 def kind_of_step(
     concrete: Concrete, model: Any, values: tuple[list[Any], list[Any]], data: tuple[Any, Any, Any]
-) -> Kind:
+) -> LossKind:
     """How the values of a `compute_loss` of the user's own count."""
     metrics = [np.zeros(variable.shape, variable.dtype) for variable in model.metrics_variables]
 
@@ -111,7 +112,7 @@ def kind_of_step(
             )
         return _number(found)
 
-    def draw(random: np.random.Generator, scale: Any) -> set[Kind]:
+    def draw(random: np.random.Generator, scale: Any) -> set[LossKind]:
         made = [_made(data[0], random, -1.0, scale), _made(data[1], random, 0.05, scale)]
         made.append(_made(data[2], random, 0.05))
         parts = [loss(made, rows) for _, rows in _PARTS]
@@ -136,17 +137,20 @@ def _draws(concrete: Concrete, seed: int, draw: Callable[[np.random.Generator, A
     return found
 
 
-def _kinds(whole: float, first: float, second: float) -> set[Kind]:
+def _kinds(whole: float, first: float, second: float) -> set[LossKind]:
     """The weightings that give the value for the whole; both where it is nothing or not finite."""
     num_samples = _FIRST + _SECOND
-    weighted = {Kind.SAMPLES: [_FIRST * first / num_samples, _SECOND * second / num_samples], Kind.SUM: [first, second]}
+    weighted = {
+        LossKind.SAMPLES: [_FIRST * first / num_samples, _SECOND * second / num_samples],
+        LossKind.SUM: [first, second],
+    }
     return {kind for kind, values in weighted.items() if _is_sum(whole, values)}
 
 
-def _agreed(draws: list[set[Kind]]) -> Kind:
+def _agreed(draws: list[set[LossKind]]) -> LossKind:
     """The one weighting that holds for each batch, and that one batch at least tells from the other."""
     left = set.intersection(*draws) if draws else set()
-    return left.pop() if len(left) == 1 else Kind.NEITHER
+    return left.pop() if len(left) == 1 else LossKind.NEITHER
 
 
 def _is_sum(whole: float, values: list[float]) -> bool:
@@ -187,7 +191,7 @@ def _rows(values: list[Any], rows: slice) -> list[Any]:
 
 
 class SplitStep(ABC):
-    """A `train_step` that computes a batch in parts; each backend has its own, called `Step`.
+    """A `train_step` that computes a batch in parts; each backend has its own, called `BackendSplitStep`.
 
     Batches of one part are given to `plain`, the model's own step. With `approximate`, losses that don't add up are
     weighed by samples instead of being refused.
@@ -203,8 +207,8 @@ class SplitStep(ABC):
         self._is_counted = False
         self._approximate = approximate
         self.loss = BatchLoss(model, self._kind_of_loss)
-        self._step_kind: Kind | None = None
-        self._added: list[Kind] = []
+        self._step_kind: LossKind | None = None
+        self._added: list[LossKind] = []
 
     @abstractmethod
     def __call__(self, *arguments: Any) -> Any:
@@ -246,28 +250,28 @@ class SplitStep(ABC):
         else:
             kinds = kinds_of_added(concrete, model, values, data[0])
             name = f"loss that a layer of the model {model.name!r} adds"
-            self._added = [self._accepted(kind, name) for kind in kinds or [Kind.NEITHER]]
+            self._added = [self._accepted(kind, name) for kind in kinds or [LossKind.NEITHER]]
 
-    def share(self, part: Part, data: tuple[Any, Any, Any], y_pred: Any, losses: Sequence[Any]) -> Share:
+    def share(self, part: BatchPart, data: tuple[Any, Any, Any], y_pred: Any, losses: Sequence[Any]) -> LossShare:
         """What a part adds to the loss of the batch."""
         x, y, sample_weight = data
         if self._step_kind is not None:
             value = internals.compute_loss(
                 self.model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
             )
-            return Share(value if self._step_kind is Kind.SUM else value * part.ratio(value.dtype), [])
-        kinds = [*self._added, *[Kind.SAMPLES] * (len(losses) - len(self._added))]
+            return LossShare(value if self._step_kind is LossKind.SUM else value * part.ratio(value.dtype), [])
+        kinds = [*self._added, *[LossKind.SAMPLES] * (len(losses) - len(self._added))]
         others = list(zip(losses, kinds, strict=False))
         return self.loss.share(part, y, y_pred, sample_weight, others)
 
     def part_loss(
         self, data: tuple[Any, Any, Any], length: Any, num_samples: Any, weights: Any
-    ) -> tuple[Share, Any, Any]:
+    ) -> tuple[LossShare, Any, Any]:
         """(the share of a part, what to differentiate for it, its predictions)."""
         y_pred = self.call(data[0])
         losses = [] if self.has_own_loss else self.model.losses
         self.prepare(data, losses)
-        found = self.share(Part(length, num_samples, weights), data, y_pred, losses)
+        found = self.share(BatchPart(length, num_samples, weights), data, y_pred, losses)
         optimizer = self.model.optimizer
         return found, found.total if optimizer is None else optimizer.scale_loss(found.total), y_pred
 
@@ -299,37 +303,19 @@ class SplitStep(ABC):
         found = self.model.get_metrics_result()
         return {**last, **found} if self.has_own_metrics and isinstance(last, dict) else found
 
-    def _kind_of_loss(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Kind:
+    def _kind_of_loss(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> LossKind:
         found = kind_of_loss(type(self).concrete, loss, y, y_pred, sample_weight)
         return self._accepted(found, f"loss {loss.name!r} of the model {self.model.name!r}")
 
-    def _accepted(self, kind: Kind, name: str) -> Kind:
-        if kind is not Kind.NEITHER:
+    def _accepted(self, kind: LossKind, name: str) -> LossKind:
+        if kind is not LossKind.NEITHER:
             return kind
         if self._approximate:
-            return Kind.SAMPLES
+            return LossKind.SAMPLES
         raise BadModel(
             f"the {name} is neither a mean nor a sum over samples, so that micro-batches don't add up to it. "
             "Use one that is, leave micro-batches out, or allow what is approximate (approximate=True)."
         )
-
-
-def splits(settings: Settings) -> bool:
-    """Whether the settings ask for more than one part."""
-    return settings.micro_batches > 1 or settings.micro_batch_size > 0
-
-
-def part_size(settings: Settings, num_samples: Any) -> Any:
-    """Samples of all parts but the last, which has what is left; a tensor where a graph only knows when it runs."""
-    if settings.micro_batch_size > 0:
-        return settings.micro_batch_size
-    # At least one sample: a batch smaller than the number of parts is split into as many parts as it has samples.
-    return (num_samples + settings.micro_batches - 1) // settings.micro_batches
-
-
-def leaves(data: Any) -> list[Any]:
-    """The arrays of a batch."""
-    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
 
 
 def check_first_dimensions(data: Any) -> int | None:

@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from memfit.core.errors import BadModel
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.split_step import SplitStep, leaves, part_size
+from memfit.frameworks.keras.apply.split_step import SplitStep
+from memfit.frameworks.keras.batch import leaves
 
 
 class _FoundRows(Exception):
@@ -30,7 +31,7 @@ class _FoundRows(Exception):
         self.places = places
 
 
-class Step(SplitStep):
+class BackendSplitStep(SplitStep):
     """A `train_step(data)`; arguments as for `SplitStep`."""
 
     concrete = staticmethod(tf.init_scope)
@@ -51,7 +52,7 @@ class Step(SplitStep):
         self._build(data)
         opened = (x, y, sample_weight)
         num_samples = known if known is not None else _length(opened)
-        size = part_size(self.settings, num_samples)
+        size = self.settings.part_size(num_samples)
         if not self.model.trainable_weights or (known is not None and known <= size):
             return self.plain(data)
         share, values, gradients, last = self._all_gradients(opened, num_samples, size)

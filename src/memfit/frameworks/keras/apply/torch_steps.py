@@ -8,10 +8,11 @@ import keras
 import torch
 
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.apply.split_step import SplitStep, leaves, part_size
+from memfit.frameworks.keras.apply.split_step import SplitStep
+from memfit.frameworks.keras.batch import leaves
 
 
-class Step(SplitStep):
+class BackendSplitStep(SplitStep):
     """A `train_step(data)`; arguments as for `SplitStep`."""
 
     concrete = staticmethod(torch.no_grad)
@@ -19,7 +20,7 @@ class Step(SplitStep):
     def __call__(self, data: Any) -> Any:
         """Trains on a batch."""
         *opened, num_samples = self.open(data)
-        size = part_size(self.settings, num_samples)
+        size = self.settings.part_size(num_samples)
         if num_samples is None or num_samples <= size or not self.model.trainable_weights:
             return self.plain(data)
         parts = [

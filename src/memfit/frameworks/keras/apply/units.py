@@ -40,7 +40,7 @@ _LEAST_SHARE = 0.25
 
 
 @dataclass(slots=True)
-class Call:
+class LayerCall:
     """One call of a layer, or of a model."""
 
     layer: Any
@@ -49,10 +49,10 @@ class Call:
     made_bytes: int = 0  # per sample, of what it returned
     inner_bytes: int = 0  # per sample, of what it keeps beside inputs and outputs
     flops: int = 0  # per sample, of the forward pass; 0 where unknown
-    calls: "list[Call]" = field(default_factory=list)
+    calls: "list[LayerCall]" = field(default_factory=list)
 
 
-def recorded(model: keras.Model, inputs: Any) -> Call | None:
+def recorded(model: keras.Model, inputs: Any) -> LayerCall | None:
     """The call of the whole model on a batch of these inputs; None where Keras can't follow it without running it.
 
     The model is called on symbolic tensors, as Keras does to learn shapes, while every call of a layer is noted down.
@@ -68,7 +68,7 @@ def recorded(model: keras.Model, inputs: Any) -> Call | None:
         return keras.KerasTensor((_BATCH, *sizes), dtype=str(keras.backend.standardize_dtype(value.dtype)))
 
     symbolic = keras.tree.map_structure(symbol, inputs)
-    top = Call(model)
+    top = LayerCall(model)
     with _noting(top):
         try:
             internals.compute_output_spec(model, symbolic)
@@ -79,12 +79,12 @@ def recorded(model: keras.Model, inputs: Any) -> Call | None:
 
 
 @contextmanager
-def _noting(top: Call) -> Iterator[None]:
+def _noting(top: LayerCall) -> Iterator[None]:
     """Notes down the calls of layers while it lasts."""
     stack = [top]
 
     def call(plain: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-        one = Call(layer)
+        one = LayerCall(layer)
         stack.append(one)
         try:
             outputs = plain(layer, *args, **kwargs)
@@ -98,7 +98,7 @@ def _noting(top: Call) -> Iterator[None]:
         yield
 
 
-def _fill(one: Call, inputs: Any, outputs: Any) -> None:
+def _fill(one: LayerCall, inputs: Any, outputs: Any) -> None:
     tensors = [value for value in keras.tree.flatten(outputs) if hasattr(value, "shape") and hasattr(value, "dtype")]
     one.inputs, one.outputs = (
         [tuple(1 if length is None else int(length) for length in value.shape) for value in given]
@@ -118,7 +118,7 @@ def _fill(one: Call, inputs: Any, outputs: Any) -> None:
         one.calls = []
 
 
-def _own_work(one: Call) -> tuple[int | None, int]:
+def _own_work(one: LayerCall) -> tuple[int | None, int]:
     """(elements that a layer of a known kind keeps inside, operations), of the whole batch; None for other kinds."""
     layer, layers = one.layer, keras.layers
     if not one.inputs or not one.outputs:
@@ -154,7 +154,7 @@ def _activation(layer: Any, made: int) -> int:
     return 0 if name in _BY_RESULT else made
 
 
-def _attention(one: Call) -> tuple[int, int]:
+def _attention(one: LayerCall) -> tuple[int, int]:
     """Query, key, value and context, and twice the scores: before and after the softmax."""
     layer = one.layer
     query, key = one.inputs[0], one.inputs[min(1, len(one.inputs) - 1)]
@@ -167,7 +167,7 @@ def _attention(one: Call) -> tuple[int, int]:
     return projected + 2 * scores, operations
 
 
-def _recurrent(one: Call) -> tuple[int, int]:
+def _recurrent(one: LayerCall) -> tuple[int, int]:
     """The gates of every step before and after their functions, and the states."""
     layer, given = one.layer, one.inputs[0]
     units = int(getattr(layer, "units", 0) or getattr(getattr(layer, "cell", None), "units", 0) or 0)
@@ -193,7 +193,7 @@ def units(model: keras.Model, inputs: Any = None) -> tuple[StepPart, ...]:
             f"the parts of {model.name!r} can't be found: Keras can't follow the model without running it. "
             "Name layers to recompute yourself, or leave recomputation out."
         )
-    return tuple(unit for unit in _Finder(model, call).inside(model, call) if unit.kept_bytes > 0)
+    return tuple(unit for unit in _UnitFinder(model, call).inside(model, call) if unit.kept_bytes > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,22 +201,22 @@ class _Step:
     """One call of a graph."""
 
     node: Any
-    call: Call | None  # what was noted down of it; None for operations that aren't layers
+    call: LayerCall | None  # what was noted down of it; None for operations that aren't layers
     made_bytes: int  # per sample, of what it returns
     inner_bytes: int  # per sample, of what it keeps beside inputs and outputs
     flops: int  # per sample, of its forward pass
 
 
-class _Finder:
+class _UnitFinder:
     """Finds the units of one model."""
 
-    def __init__(self, model: keras.Model, call: Call | None) -> None:
+    def __init__(self, model: keras.Model, call: LayerCall | None) -> None:
         self._paths = layer_paths(model)
         self._large_bytes = 0 if call is None else _LARGE_SHARE * call.inner_bytes
         # Layers that are part of a unit: a second call of a shared layer belongs to no other one.
         self._used: set[int] = set()
 
-    def inside(self, layer: Any, call: Call | None) -> Iterator[StepPart]:
+    def inside(self, layer: Any, call: LayerCall | None) -> Iterator[StepPart]:
         """The units inside of a layer."""
         graph = internals.graph_of(layer)
         if graph is not None:
@@ -228,7 +228,7 @@ class _Finder:
             for part in call.calls:
                 yield from self._of_call(part)
 
-    def _of_call(self, call: Call) -> Iterator[StepPart]:
+    def _of_call(self, call: LayerCall) -> Iterator[StepPart]:
         """A layer that is called by one that isn't a graph: as one, or what is inside."""
         if id(call.layer) in self._used or id(call.layer) not in self._paths or not call.inner_bytes:
             return
@@ -277,9 +277,9 @@ class _Finder:
         yield StepPart(path, kept, sum(step.flops for step in run))
 
 
-def _steps(graph: Any, call: Call | None) -> list[_Step]:
+def _steps(graph: Any, call: LayerCall | None) -> list[_Step]:
     """The calls of a graph with what was noted down of each."""
-    noted: dict[int, list[Call]] = {}
+    noted: dict[int, list[LayerCall]] = {}
     for part in [] if call is None else call.calls:
         noted.setdefault(id(part.layer), []).append(part)
     steps = []

@@ -30,7 +30,7 @@ _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 _RELATING = {"Dice", "Tversky", "Circle", "dice", "tversky", "circle"}
 
 
-class Kind(StrEnum):
+class LossKind(StrEnum):
     """How a single number of a part counts in that of the batch."""
 
     SAMPLES = "samples"
@@ -45,7 +45,7 @@ class NeedsWeights(Exception):
 
 
 @dataclass(slots=True)
-class Part:
+class BatchPart:
     """A part of a batch, as its losses see it."""
 
     num_samples: Any
@@ -60,7 +60,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LossShare:
     """What a part adds to the loss of the batch."""
 
     total: Any
@@ -70,10 +70,10 @@ class Share:
 class BatchLoss:
     """The loss that a model was compiled with, in shares; `find_kind` tells how one that isn't Keras's counts."""
 
-    def __init__(self, model: Any, find_kind: Callable[[Any, Any, Any, Any], Kind]) -> None:
+    def __init__(self, model: Any, find_kind: Callable[[Any, Any, Any, Any], LossKind]) -> None:
         self._model = model
         self._find_kind = find_kind
-        self._kinds: dict[int, Kind] = {}
+        self._kinds: dict[int, LossKind] = {}
 
     @property
     def num_losses(self) -> int:
@@ -88,11 +88,13 @@ class BatchLoss:
 
     def count(self, y: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
         """What each loss counts of a part: the sums of these over all parts are the weights of the batch."""
-        part = Part(1, 1, counting=True)
+        part = BatchPart(1, 1, counting=True)
         self._call(part, y, y_pred, sample_weight, [])
         return part.counted
 
-    def share(self, part: Part, y: Any, y_pred: Any, sample_weight: Any, others: Sequence[tuple[Any, Kind]]) -> Share:
+    def share(
+        self, part: BatchPart, y: Any, y_pred: Any, sample_weight: Any, others: Sequence[tuple[Any, LossKind]]
+    ) -> LossShare:
         """The share of a part; `others` are losses that layers added, and regularizers."""
         values: list[Any] = []
         terms = []
@@ -102,15 +104,15 @@ class BatchLoss:
                 terms.append(total)
         for loss, kind in others:
             value = internals.added_loss(self._model, loss)
-            terms.append(value if kind is Kind.SUM else value * part.ratio(value.dtype))
+            terms.append(value if kind is LossKind.SUM else value * part.ratio(value.dtype))
         if not terms:
             raise BadModel(f"the model {self._model.name!r} has no loss. Compile it with one: model.compile(loss=...).")
         total = terms[0]
         for term in terms[1:]:
             total = total + ops.cast(term, total.dtype)
-        return Share(total, values)
+        return LossShare(total, values)
 
-    def _call(self, part: Part, y: Any, y_pred: Any, sample_weight: Any, values: list[Any]) -> Any:
+    def _call(self, part: BatchPart, y: Any, y_pred: Any, sample_weight: Any, values: list[Any]) -> Any:
         compiled = internals.compiled_loss(self._model)
         losses = enumerate(internals.losses_of(self._model))
         shares = [_PartLoss(loss, index, part, self._kind_of) for index, loss in losses]
@@ -119,14 +121,14 @@ class BatchLoss:
         recorders = [recorder for _ in compiled.metrics]
         return internals.with_losses(compiled, shares, recorders)(y, y_pred, sample_weight)
 
-    def _kind_of(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Kind:
+    def _kind_of(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> LossKind:
         """How the loss counts; SAMPLES for Keras's own, which all divide by elements or not at all."""
         if is_elementwise(loss):
-            return Kind.SAMPLES
+            return LossKind.SAMPLES
         if id(loss) not in self._kinds:
             self._kinds[id(loss)] = self._find_kind(loss, y, y_pred, sample_weight)
         kind = self._kinds[id(loss)]
-        if kind is Kind.NEITHER:
+        if kind is LossKind.NEITHER:
             raise BadModel(
                 f"the loss {loss.name!r} of the model {self._model.name!r} relates the samples of a batch to each "
                 "other, so that parts of a batch don't add up to it. Use a loss that is a mean or a sum over samples, "
@@ -147,7 +149,9 @@ def is_elementwise(loss: Any) -> bool:
 class _PartLoss:
     """One loss, which returns its share of the batch's loss in place of its value."""
 
-    def __init__(self, loss: Any, index: int, part: Part, kind_of: Callable[[Any, Any, Any, Any], Kind]) -> None:
+    def __init__(
+        self, loss: Any, index: int, part: BatchPart, kind_of: Callable[[Any, Any, Any, Any], LossKind]
+    ) -> None:
         self._loss = loss
         self._index = index
         self._part = part
@@ -177,14 +181,14 @@ def _count(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
     return ops.sum(internals.apply_mask(weight, mask, dtype=values.dtype, reduction=loss.reduction))
 
 
-def share_of(loss: Any, part: Part, index: int, kind: Kind, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+def share_of(loss: Any, part: BatchPart, index: int, kind: LossKind, y: Any, y_pred: Any, sample_weight: Any) -> Any:
     """What one loss of a part adds to its value for the batch."""
     total, values, mask = _summed(loss, y, y_pred, sample_weight)
     is_single = values is None or (not len(values.shape) and sample_weight is None and mask is None)
     if is_single:
         if len(total.shape):
             total = ops.sum(total)
-        return total if kind is Kind.SUM else total * part.ratio(total.dtype)
+        return total if kind is LossKind.SUM else total * part.ratio(total.dtype)
     if loss.reduction not in _MEANS:
         return total
     weighs = loss.reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None)

@@ -42,7 +42,7 @@ from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.callbacks import CallbackStates
 from memfit.frameworks.keras.guard.data import Data, restore_random
 from memfit.frameworks.keras.guard.steps import make_steps
-from memfit.frameworks.keras.model import check_known, check_model, has_call, number_of
+from memfit.frameworks.keras.model import check_known, check_model, has_call, number_of, size_of
 from memfit.frameworks.keras.trace.planning import loop_factor
 
 _log = logging.getLogger("memfit")
@@ -259,14 +259,10 @@ class KerasLoop(GuardedLoop):
 
     def why_not_split(self) -> str:
         """Why batches can't be split; "" where they can."""
-        own_step = self.model.__dict__.pop("train_step", None)
         try:
             check_split(self.model, approximate=self._options.approximate)
         except BadModel as error:
             return str(error)
-        finally:
-            if own_step is not None:
-                self.model.__dict__["train_step"] = own_step
         return ""
 
     def splitting(self) -> Splitting:
@@ -299,7 +295,7 @@ class KerasLoop(GuardedLoop):
         if settings.checkpoint:
             tried += ", with recomputation of everything that can be recomputed"
         asked = f" {format_size(failure.requested_bytes)} were asked for." if failure.requested_bytes else ""
-        held = sum(map(variables.size_bytes, variables.grouped(self.model).values()))
+        held = sum(size_of(one) for group in variables.grouped(self.model).values() for one in group)
         why = f" Batches aren't split: {why_whole}" if why_whole else ""
         return (
             f"memory ran out, and nothing is left to try. Tried last: {tried}.{asked} The variables of "
@@ -481,7 +477,7 @@ class KerasLoop(GuardedLoop):
         internals.begin_at(self.model, None)
 
 
-class _Position(TypedDict):
+class _DataPosition(TypedDict):
     """Where a fit is in its data."""
 
     seed: Count
@@ -501,7 +497,7 @@ class _Progress(TypedDict):
     stopped: bool
     attempts: dict[str, Any] | None
     asked: Any
-    data: _Position
+    data: _DataPosition
     history: dict[str, list[Any]]
     epochs: list[int]
 
@@ -531,11 +527,6 @@ def history_of(model: Any, ended: tuple[int, dict[str, Any]] | None) -> dict[str
 
 def check_fit(model: Any) -> None:
     """Refuses what can't be trained by `fit`."""
-    if not isinstance(model, keras.Model):
-        raise BadModel(
-            f"a compiled keras.Model was expected, but {type(model).__name__} was given. For PyTorch modules there is "
-            "memfit.Guard."
-        )
     check_model(model, training=True)
     check_known(model)
 

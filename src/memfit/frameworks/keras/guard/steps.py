@@ -13,6 +13,7 @@ import keras
 
 from memfit.core.guarding import BrokenUpdate
 from memfit.frameworks.keras.guard import variables
+from memfit.frameworks.keras.model import size_of
 
 Each = Callable[[Any], Any]
 """Trains on one batch and gives the logs."""
@@ -36,6 +37,7 @@ class Steps:
         self._own: Any = None
         # The optimizer that tells of its updates; settings may put another one before it.
         self._watched: Any = None
+        self._changing: dict[bool, list[Any]] = {}
         self.in_update = False
         """Whether the optimizer has begun to change variables in the step that failed."""
 
@@ -104,8 +106,17 @@ class Steps:
         self._function = self._adopted()
         self._put()
 
+    def changing(self, *, everything: bool) -> list[Any]:
+        """Variables that a step changes: all, or those that the forward pass changes; Keras is slow to collect them."""
+        if everything not in self._changing:
+            groups = variables.grouped(self.model)
+            chosen = groups.values() if everything else (groups[variables.OTHERS], groups[variables.METRICS])
+            self._changing[everything] = [variable for group in chosen for variable in group]
+        return self._changing[everything]
+
     def rebuild(self) -> None:
         """Makes the training function anew: the model's step was replaced."""
+        self._changing.clear()
         self.model.train_function = None
         self.model.make_train_function(force=True)
         self._plain = self._function = self.model.train_function
@@ -147,14 +158,9 @@ class Steps:
         optimizer.__dict__["apply"] = apply
         self._watched = optimizer
 
-    @property
-    def has_own_step(self) -> bool:
-        """Whether the user's class has a training step of its own, which may update by other ways."""
-        return type(self.model).train_step is not keras.Model.train_step
-
     def room_bytes(self) -> int:
         """What the optimizer may need for a moment, beside its state; 0 where that is little."""
-        sizes = [variables.size_bytes([variable]) for variable in self.model.trainable_variables]
+        sizes = list(map(size_of, self.model.trainable_variables))
         found = min(sum(sizes), _UPDATE_COPIES * max(sizes, default=0))
         return found if found >= _LARGE_BYTES else 0
 

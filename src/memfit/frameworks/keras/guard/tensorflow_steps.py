@@ -20,8 +20,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.steps import Each, Steps
+from memfit.frameworks.keras.model import has_own_step
 
 # Steps with the same shapes during which values are held.
 _NUM_HELD = 3
@@ -39,8 +39,6 @@ class BackendSteps(Steps):
         self._known: Counter[Any] = Counter()
         self._is_short = self._holds_all = False
         self._key: Any = None
-        # All variables, and those that the forward pass changes.
-        self._groups: tuple[list[Any], list[Any]] | None = None
         # Updates that were begun, behind the barrier.
         with tf.init_scope():
             self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -59,16 +57,12 @@ class BackendSteps(Steps):
     def begin(self, batch: Any) -> None:
         """Holds the values of what the step may have changed when it fails."""
         self.in_update = False
-        if self._groups is None:
-            everything = [one for group in variables.grouped(self.model).values() for one in group]
-            self._groups = everything, variables.small(self.model)
-        everything, small = self._groups
         if self._is_compiled:
             self._key = tuple([tuple(part.shape) for part in keras.tree.flatten(batch) if hasattr(part, "shape")])
             self._holds_all = self._is_short or self._known[self._key] < _NUM_HELD
         else:
-            self._holds_all = self.has_own_step
-        changing = everything if self._holds_all else [] if self._is_compiled else small
+            self._holds_all = has_own_step(self.model)
+        changing = [] if self._is_compiled and not self._holds_all else self.changing(everything=self._holds_all)
         # Reading gives the value that the variable has, not a copy of it.
         self._kept = [(variable, _read(variable.value)) for variable in changing]
         if not self._is_compiled:
@@ -124,7 +118,7 @@ class BackendSteps(Steps):
 
     def rebuild(self) -> None:
         """Another step needs other memory."""
-        self._step = self._groups = None
+        self._step = None
         self._known.clear()
         super().rebuild()
 

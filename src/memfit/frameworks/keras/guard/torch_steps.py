@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.guard import variables
 from memfit.frameworks.keras.guard.steps import Each, Steps
+from memfit.frameworks.keras.model import has_own_step
 
 
 class BackendSteps(Steps):
@@ -24,7 +24,6 @@ class BackendSteps(Steps):
     def __init__(self, model: Any, each: Each) -> None:
         super().__init__(model, each)
         self._kept: list[tuple[Any, torch.Tensor]] = []
-        self._changing: list[Any] | None = None
         self._room_bytes: int | None = None
         self._device = torch.device("cpu")
 
@@ -36,10 +35,8 @@ class BackendSteps(Steps):
     def begin(self, batch: Any) -> None:
         """Copies what the forward pass changes."""
         self.in_update = False
-        if self._changing is None:
-            everything = [variable for group in variables.grouped(self.model).values() for variable in group]
-            self._changing = everything if self.has_own_step else variables.small(self.model)
-        self._kept = [(variable, variable.value.detach().clone()) for variable in self._changing]
+        changing = self.changing(everything=has_own_step(self.model))
+        self._kept = [(variable, variable.value.detach().clone()) for variable in changing]
 
     def run(self, batch: Any) -> Any:
         """Keras's own function, or that of a fitted step."""
@@ -47,7 +44,7 @@ class BackendSteps(Steps):
 
     def roll_back(self) -> None:
         """Puts the copies back; gradients go, and what a call that failed has left in layers."""
-        if self.in_update and not self.has_own_step:
+        if self.in_update and not has_own_step(self.model):
             raise self.broken()
         with torch.no_grad():
             for variable, value in self._kept:
@@ -58,7 +55,7 @@ class BackendSteps(Steps):
 
     def rebuild(self) -> None:
         """Other settings may come with other variables."""
-        self._changing = self._room_bytes = None
+        self._room_bytes = None
         super().rebuild()
 
     def forget(self) -> None:

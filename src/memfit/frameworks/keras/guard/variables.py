@@ -1,7 +1,6 @@
 """All that a training step of a Keras model may change: its variables, in the groups that Keras's JAX trainer keeps."""
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import keras
 
 from memfit.core import tensor_file
 from memfit.core.guarding import BadCheckpoint
-from memfit.core.tensor_file import TensorEntry, TensorFile, array_pieces, numpy_dtype
+from memfit.core.tensor_file import TensorEntry, TensorFile, array_pieces
 from memfit.frameworks.keras import internals
+from memfit.frameworks.keras.batch import item_bytes
 from memfit.frameworks.keras.model import has_call, optimizers_of
 
 TRAINABLE, OTHERS, OPTIMIZER, METRICS = "trainable", "non-trainable", "optimizer", "metrics"
@@ -28,27 +28,12 @@ def grouped(model: Any) -> dict[str, list[Any]]:
     }
 
 
-def small(model: Any) -> list[Any]:
-    """What changes in the forward pass: statistics of batch norms, seeds, metrics."""
-    groups = grouped(model)
-    return [*groups[OTHERS], *groups[METRICS]]
-
-
 def is_built(model: Any) -> bool:
     """Whether all variables are there."""
     # A model without `call` is never built itself, only its layers are.
     layers = [layer for layer in internals.layers_of(model) if layer is not model or has_call(model)]
     parts = (*layers, *optimizers_of(model))
     return internals.is_loss_built(model) and all(getattr(part, "built", True) for part in parts)
-
-
-def size_bytes(variables: Sequence[Any]) -> int:
-    """Bytes of the variables' numbers."""
-    return sum(math.prod(map(int, variable.shape)) * _item_bytes(variable) for variable in variables)
-
-
-def _item_bytes(variable: Any) -> int:
-    return int(numpy_dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize)
 
 
 def write(path: Path, model: Any, values: dict[str, Sequence[Any]] | None) -> None:
@@ -69,7 +54,7 @@ def _entries(model: Any, values: dict[str, Sequence[Any]] | None) -> Iterator[Te
             dtype = keras.backend.standardize_dtype(variable.dtype)
             shape = tuple(int(size) for size in variable.shape)
             pieces = functools.partial(lambda value: array_pieces(keras.ops.convert_to_numpy(value)), value)
-            yield TensorEntry(name, dtype, shape, _item_bytes(variable), pieces)
+            yield TensorEntry(name, dtype, shape, item_bytes(dtype), pieces)
 
 
 def read(path: Path, model: Any, groups: Sequence[str] = GROUPS) -> None:

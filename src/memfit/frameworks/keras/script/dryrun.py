@@ -87,7 +87,7 @@ def follow_loops(found: Callable[[Any], None]) -> Any:
         raise FirstTurn("the first iteration of a training loop")
 
     module = importlib.import_module(f"memfit.frameworks.keras.script.{backend}_loops")
-    loop = (module.TensorFlowLoop if backend == "tensorflow" else module.JaxLoop)(stop)
+    loop = (module.TensorFlowScriptLoop if backend == "tensorflow" else module.JaxScriptLoop)(stop)
     loop.watch()
     return loop
 

@@ -23,7 +23,6 @@ from memfit.frameworks.jax.trace.arguments import leaves_of, size_of
 from memfit.frameworks.jax.trace.compiled import read
 from memfit.frameworks.jax.trace.job import SIMULATED, explained
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.model import LayerNames
 from memfit.frameworks.keras.script.loop_state import LoopState, is_framework
 from memfit.frameworks.keras.trace.jax_backend import step_timeline
 
@@ -32,7 +31,7 @@ _SEVERAL = Note("loop-functions", "an iteration of the loop calls several steps;
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _WatchedCall:
     """A function of the script and what it was called with."""
 
     function: Callable[..., Any]
@@ -46,15 +45,15 @@ class _Call:
         return getattr(inner, "__code__", None) or id(inner)
 
 
-class JaxLoop:
+class JaxScriptLoop:
     """Watches a script until its loop has gone through one turn; `found`, called then, ends the script."""
 
-    def __init__(self, found: Callable[["JaxLoop"], None]) -> None:
+    def __init__(self, found: Callable[["JaxScriptLoop"], None]) -> None:
         self._found = found
         self._state = LoopState()
-        self._steps: dict[Any, _Call] = {}
+        self._steps: dict[Any, _WatchedCall] = {}
         # Gradients that no update has used yet, and the leaves that stand in for them.
-        self._waiting: tuple[_Call, list[Any]] | None = None
+        self._waiting: tuple[_WatchedCall, list[Any]] | None = None
         self._kinds: dict[Any, tuple[bool, bool]] = {}
         self._is_eager = False
         self._num_gradients = 0
@@ -77,7 +76,7 @@ class JaxLoop:
             self._state.settle({id(leaf): leaf for leaf in given})
             self._found(self)
 
-    def _jitted(self, call: _Call) -> Any:
+    def _jitted(self, call: _WatchedCall) -> Any:
         """A jitted function is called: a step, a part of one, or anything else, which runs."""
         function = call.function
         if _is_traced((call.arguments, call.named)):
@@ -93,16 +92,16 @@ class JaxLoop:
         self._add(call)
         return jax.tree.map(_stand_in, shapes)
 
-    def _gradient(self, call: _Call) -> Any:
+    def _gradient(self, call: _WatchedCall) -> Any:
         """What `jax.grad` and `jax.value_and_grad` made is called."""
         self._num_gradients += 1
         if _is_traced((call.arguments, call.named)):
             return call.function(*call.arguments, **call.named)
         self._is_eager = True
-        call = _Call(call.function, _values(call.arguments), _values(call.named))
+        call = _WatchedCall(call.function, _values(call.arguments), _values(call.named))
         return self._kept_waiting(call, jax.eval_shape(call.function, *call.arguments, **call.named))
 
-    def _kept_waiting(self, call: _Call, shapes: Any) -> Any:
+    def _kept_waiting(self, call: _WatchedCall, shapes: Any) -> Any:
         if call.key in self._steps:
             self.close()
         if self._waiting is not None:
@@ -137,10 +136,10 @@ class JaxLoop:
             return results, plain(optimizer, state, wanted, weights)
 
         self._is_eager = True
-        self._add(_Call(step, tuple(unique), {}))
+        self._add(_WatchedCall(step, tuple(unique), {}))
         return weights, state
 
-    def _add(self, call: _Call) -> None:
+    def _add(self, call: _WatchedCall) -> None:
         if call.key in self._steps:
             self.close()
         self._steps[call.key] = call
@@ -151,7 +150,7 @@ class JaxLoop:
         chosen = max(traces, key=lambda trace: trace.assigned_bytes or 0)
         return replace(chosen, notes=(*chosen.notes, _SEVERAL)) if len(traces) > 1 else chosen
 
-    def _traced(self, call: _Call, device: Device) -> Trace:
+    def _traced(self, call: _WatchedCall, device: Device) -> Trace:
         on_gpu = device.kind is Kind.CUDA
         function = call.function if hasattr(call.function, "lower") else jax.jit(call.function)
         with explained():
@@ -172,20 +171,20 @@ class JaxLoop:
         results = self._state.described(jax.tree.leaves(lowered.out_info))
         batch = (leaf for leaf, (kind, _) in zip(leaves, described, strict=False) if kind is Category.BATCH)
         notes = (_EAGER,) if self._is_eager else ()
-        timeline = step_timeline(compiled, LayerNames(None, self._state.layers), described, results)
+        timeline = step_timeline(compiled, self._state.layers, described, results)
         step = compiled.trace(timeline, (*notes, *SIMULATED) if on_gpu else notes, sum(map(size_of, batch)))
         return self._state.trace(step)
 
 
-class _Watched:
+class _WatchedFunction:
     """A transformed function, whose calls are watched; all else is its own."""
 
-    def __init__(self, function: Callable[..., Any], watched: Callable[[_Call], Any]) -> None:
+    def __init__(self, function: Callable[..., Any], watched: Callable[[_WatchedCall], Any]) -> None:
         self._function = function
         self._watched = watched
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._watched(_Call(self._function, arguments, named))
+        return self._watched(_WatchedCall(self._function, arguments, named))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -194,7 +193,7 @@ class _Watched:
         return getattr(self._function, name)
 
 
-def _transformation(plain: Callable[..., Any], watched: Callable[[_Call], Any]) -> Callable[..., Any]:
+def _transformation(plain: Callable[..., Any], watched: Callable[[_WatchedCall], Any]) -> Callable[..., Any]:
     """A transformation of JAX that has the functions of the script watched, not those of libraries."""
 
     @wraps(plain)
@@ -202,7 +201,7 @@ def _transformation(plain: Callable[..., Any], watched: Callable[[_Call], Any]) 
         if is_framework(inspect.stack(0)[1].filename):
             return plain(*given, **options)
         # Without a function it is a decorator with options.
-        return _Watched(plain(*given, **options), watched) if given else partial(transform, **options)
+        return _WatchedFunction(plain(*given, **options), watched) if given else partial(transform, **options)
 
     return transform
 

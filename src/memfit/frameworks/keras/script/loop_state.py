@@ -16,7 +16,7 @@ from memfit.core.timeline import Category
 from memfit.core.trace import Trace
 from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER
 from memfit.frameworks.keras import internals
-from memfit.frameworks.keras.model import Held, layer_paths, owner_of, trace_of, variables_of
+from memfit.frameworks.keras.model import HeldVariable, owner_of, paths_of, trace_of, variables_of
 
 
 def is_framework(filename: str) -> bool:
@@ -29,7 +29,7 @@ class LoopState:
 
     def __init__(self) -> None:
         self.optimizers: list[Any] = []
-        self.held: list[Held] = []
+        self.held: list[HeldVariable] = []
         self.layers: tuple[str, ...] = ()
         self.rest: list[Any] = []
         """Variables of the backend's own kind that belong to no model and no optimizer of Keras."""
@@ -56,20 +56,19 @@ class LoopState:
         """Says what each variable is for; `touched` are the backend's own that the turn uses, by `handle_of`."""
         self._updated = [one for optimizer in self.optimizers for one in internals.updated_by(optimizer)]
         models = self._models({*touched, *map(handle_of, self._updated)})
-        found: list[Held] = []
+        found: list[HeldVariable] = []
         layers: list[str] = []
         for model in models:
             prefix = f"{model.name}." if len(models) > 1 else ""
-            paths = [path for path in layer_paths(model).values() if path]
-            layers += [f"{prefix}{path}" for path in paths] + ([str(model.name)] if prefix else [])
+            layers += [f"{prefix}{path}" for path in paths_of(model)] + ([str(model.name)] if prefix else [])
             for one in variables_of(model, training=False):
                 path = f"{prefix}{one.module}" if one.module else prefix.rstrip(".")
-                found.append(Held(one.variable, one.category, path))
+                found.append(HeldVariable(one.variable, one.category, path))
         owners = {str(one.variable.path).replace("/", "_"): one.module for one in found}
         for optimizer in self.optimizers:
             for variable in optimizer.variables:
-                found.append(Held(variable, Category.OPTIMIZER_STATE, owner_of(str(variable.name), owners)))
-        unique: dict[int, Held] = {}
+                found.append(HeldVariable(variable, Category.OPTIMIZER_STATE, owner_of(str(variable.name), owners)))
+        unique: dict[int, HeldVariable] = {}
         for one in found:
             unique.setdefault(id(one.variable), one)
         self.held = list(unique.values())
@@ -84,7 +83,7 @@ class LoopState:
         """
         known = {handle_of(one.variable): one for one in self.held}
         given = {id(array) for array in arrays}
-        waiting: dict[tuple[tuple[int, ...], str], list[Held]] = {}
+        waiting: dict[tuple[tuple[int, ...], str], list[HeldVariable]] = {}
         for key, one in reversed(known.items()):
             if key not in given:
                 waiting.setdefault(_form(one.variable), []).append(one)

@@ -41,10 +41,10 @@ class _Function:
     jit_compile: bool = False
 
 
-class TensorFlowLoop:
+class TensorFlowScriptLoop:
     """Watches a script until its loop has gone through one turn; `found`, called then, ends the script."""
 
-    def __init__(self, found: Callable[["TensorFlowLoop"], None]) -> None:
+    def __init__(self, found: Callable[["TensorFlowScriptLoop"], None]) -> None:
         self._found = found
         self._state = LoopState()
         self._functions: dict[Any, _Function | None] = {}

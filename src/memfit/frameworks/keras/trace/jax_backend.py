@@ -4,9 +4,8 @@ XLA lays out the memory of the whole step ahead of time. Its arguments are the s
 the batch; each leaf of them is a variable whose layer is known.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,8 +13,9 @@ import keras
 
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
+from memfit.core.layer_scopes import with_layers
 from memfit.core.settings import Settings
-from memfit.core.timeline import Block, Category, Phase, Timeline
+from memfit.core.timeline import Category, Timeline
 from memfit.core.trace import Trace
 from memfit.core.user_code import SourceNames, caller_lines
 from memfit.frameworks.jax.trace.compiled import Compiled, compile_step
@@ -23,8 +23,8 @@ from memfit.frameworks.jax.trace.job import SIMULATED, explained
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, Spec, mapped
-from memfit.frameworks.keras.model import LayerNames, trace_of, variables_of
-from memfit.frameworks.keras.trace.job import Snapshot
+from memfit.frameworks.keras.model import paths_of, trace_of, variables_of
+from memfit.frameworks.keras.trace.job import ModelSnapshot
 
 _EAGER = Note("eager", "the model runs eagerly; its step is counted as if it were compiled (jit_compile=True)")
 
@@ -33,7 +33,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
     """Compiles the model's own step for the shapes of its state and a batch; see `job.traced`."""
     with applied(model, settings, training=training):
         if training and model.optimizer is not None and not model.optimizer.built:
-            before = Snapshot(model.optimizer)
+            before = ModelSnapshot(model.optimizer)
             try:
                 with as_shapes():
                     model.optimizer.build(model.trainable_variables)
@@ -65,7 +65,7 @@ def trace(model: Any, batch: Batch, device: Device, *, training: bool, settings:
         by_variable = {id(one.variable): (one.category, one.module) for one in variables}
         known = [by_variable.get(id(variable), (Category.BUFFER, "")) for group in groups for variable in group]
         notes = (_EAGER,) if training and (model.run_eagerly or not model.jit_compile) else ()
-        timeline = step_timeline(compiled, LayerNames(model), known)
+        timeline = step_timeline(compiled, paths_of(model), known)
         step = compiled.trace(timeline, (*notes, *SIMULATED) if on_gpu else notes, batch.size_bytes)
         return trace_of(step, variables, model.trainable_variables if training else ())
 
@@ -87,7 +87,7 @@ def _spec(spec: Spec) -> jax.ShapeDtypeStruct:
 
 def step_timeline(
     compiled: Compiled,
-    layers: LayerNames,
+    layers: Sequence[str],
     known: list[tuple[Category, str]],
     results: list[tuple[Category, str]] | None = None,
 ) -> Timeline:
@@ -109,10 +109,4 @@ def step_timeline(
     made = compiled.timeline(
         describe, None if results is None else describe_result, lambda _, stack: names.innermost(stack, callers)
     )
-    named = {module for _, module in (*known, *(results or ()))}
-
-    def own(block: Block) -> Block:
-        is_known = block.phase is Phase.SETUP or block.module in named
-        return block if is_known else replace(block, module=layers.of(block.module))
-
-    return Timeline(tuple(map(own, made.blocks)), made.num_ticks, made.marks)
+    return with_layers(made, layers)

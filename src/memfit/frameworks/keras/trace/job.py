@@ -37,7 +37,7 @@ _CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
 @contextmanager
 def restoring(model: Any) -> Iterator[None]:
     """Puts the model, its optimizer, metrics and seeds, and the random states back at the end."""
-    before = Snapshot([model, internals.global_seed_generator()])
+    before = ModelSnapshot([model, internals.global_seed_generator()])
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         yield
@@ -47,7 +47,7 @@ def restoring(model: Any) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-class Snapshot:
+class ModelSnapshot:
     """What an object of Keras, or several in a list, and all that they reach hold now.
 
     Tracing builds optimizers and metrics, advances seeds and may change how the model is run. All of that is kept in

@@ -17,7 +17,7 @@ from memfit.core.user_code import user_line
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, mapped
-from memfit.frameworks.keras.model import LayerNames, has_own_step, optimizers_of, trace_of, variables_of
+from memfit.frameworks.keras.model import has_own_step, optimizers_of, paths_of, trace_of, variables_of
 from memfit.frameworks.tensorflow.trace.tracing import StepVariable, XlaRefused, trace_step
 
 _ASSUMED = Note(
@@ -75,7 +75,7 @@ def _trace(model: Any, batch: Batch, device: Device, *, training: bool, settings
             jit_compile=jit_compile,
             on_gpu=device.kind is Kind.CUDA,
             optimizers=[str(optimizer.name) for optimizer in optimizers_of(model)] if training else (),
-            layers=LayerNames(model).paths,
+            layers=paths_of(model),
         )
         if training and model.run_eagerly:
             traced = replace(traced, notes=(*traced.notes, _EAGER))

@@ -21,7 +21,7 @@ from memfit.core.trace import Trace
 from memfit.frameworks.keras import internals
 from memfit.frameworks.keras.apply.fitted import applied
 from memfit.frameworks.keras.batch import Batch, mapped
-from memfit.frameworks.keras.model import OPTIMIZER, Held, layer_paths, trace_of, variables_of
+from memfit.frameworks.keras.model import OPTIMIZER, HeldVariable, layer_paths, trace_of, variables_of
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.random import random_replacements
 from memfit.frameworks.torch.shapes import failures
@@ -61,7 +61,7 @@ class _Tracer:
         self.simulation.around_backward = self._backward
         self.first_of_part = 0
         self.number = 0
-        self.variables: list[Held] = []
+        self.variables: list[HeldVariable] = []
 
     def run(self, batch: Batch, settings: Settings | None) -> Trace:
         model, recorder = self.model, self.recorder

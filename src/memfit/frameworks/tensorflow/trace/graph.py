@@ -15,15 +15,13 @@ from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_gra
 
 from memfit.core.errors import StepFailed
 from memfit.frameworks.tensorflow import internals
-from memfit.frameworks.tensorflow.trace.memory import Graph, Node, Shape, tensor_bytes
+from memfit.frameworks.tensorflow.trace.memory import Graph, Node, Shape
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 
 _HOST_ONLY = frozenset({tf.resource, tf.variant, tf.string})
 _LARGEST_VALUE = 64
-_LARGEST_FOLDED = 10 << 20
-_UNFOLDED = frozenset({"Enter", "Exit", "Merge", "Switch", "NextIteration", "LoopCond", "Placeholder"})
 _GPU_MEMORY_BYTES = 16 << 30
 # What TensorFlow's CPU device says of itself whatever the machine has; the optimizer rearranges sums beyond it.
 _HOST_MEMORY_BYTES = 256 << 20
@@ -34,7 +32,7 @@ def item_bytes(data_type: Any) -> int:
     return 0 if data_type in _HOST_ONLY else int(data_type.size)
 
 
-def graph_of(function: Any, *, on_gpu: bool = False, onednn: bool = False) -> Graph:
+def graph_of(function: Any, *, on_gpu: bool = False) -> Graph:
     """The graph that TensorFlow runs for a `ConcreteFunction`, with the shape of every tensor."""
     # A build without kernels for GPUs complains about each of them; its optimizer then plans for the host's.
     device = GPU if on_gpu and tf.test.is_built_with_cuda() else HOST
@@ -46,15 +44,7 @@ def graph_of(function: Any, *, on_gpu: bool = False, onednn: bool = False) -> Gr
     meta = meta_graph_pb2.MetaGraphDef()
     meta.graph_def.CopyFrom(definition)
     meta.collection_def["train_op"].node_list.value.append(definition.node[-1].name)
-    graph = _linked(definition, internals.output_properties(meta), function.graph)
-    if onednn and not on_gpu:
-        # oneDNN computes the gradient of a bias with that of the filter. The two are replaced by a new operator, which
-        # comes after all others that wait for the same tensor.
-        for edges in graph.consumers:
-            ops = {graph.nodes[consumer].op for _, consumer, _ in edges}
-            if {"BiasAddGrad", "Conv2DBackpropFilter"} <= ops:
-                edges.sort(key=lambda edge: graph.nodes[edge[1]].op == "Conv2DBackpropFilter")
-    return graph
+    return _linked(definition, internals.output_properties(meta), function.graph)
 
 
 def _optimized(function: Any, handles: Mapping[str, Any], device: str, memory_bytes: int) -> Any:
@@ -95,34 +85,6 @@ def _optimized(function: Any, handles: Mapping[str, Any], device: str, memory_by
         return internals.optimize_graph(config, meta, devices)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         raise StepFailed(f"TensorFlow's optimizer refused the graph of the step: {error}") from error
-
-
-def _fold(nodes: list[Node]) -> None:
-    """Makes constants of what follows from constants alone, as the runtime does before the first step."""
-    constant = [node.op == "Const" for node in nodes]
-    changed = True
-    while changed:
-        changed = False
-        for number, node in enumerate(nodes):
-            from_constants = node.inputs and not node.controls and all(constant[made] for made, _ in node.inputs)
-            if from_constants and not constant[number] and _is_foldable(node):
-                constant[number] = changed = True
-    for number, node in enumerate(nodes):
-        if constant[number] and node.op != "Const":
-            node.op, node.inputs = "Const", []
-    used = {made for node in nodes for made, _ in node.inputs}
-    for number, node in enumerate(nodes):
-        if node.op == "Const" and number not in used:
-            # Only what others are made of: gone once they are made.
-            node.item_bytes = [0] * len(node.item_bytes)
-
-
-def _is_foldable(node: Node) -> bool:
-    known = internals.op_definition(node.op)
-    if known is None or known.is_stateful or node.op in _UNFOLDED or len(node.item_bytes) != 1:
-        return False
-    shape = node.shapes[0]
-    return shape is not None and node.item_bytes[0] > 0 and tensor_bytes(shape, node.item_bytes[0]) <= _LARGEST_FOLDED
 
 
 def _position(name: str) -> tuple[str, int]:
@@ -167,7 +129,6 @@ def _linked(definition: Any, properties: Mapping[str, Any], traced: Any) -> Grap
             if tf.as_dtype(tensor.dtype) not in _HOST_ONLY and size <= _LARGEST_VALUE:
                 made.value = np.asarray(tf.make_ndarray(tensor))
         nodes.append(made)
-    _fold(nodes)
     consumers: list[list[tuple[int, int, int]]] = [[] for _ in numbers]
     for number, made in enumerate(nodes):
         for slot, (producer, port) in enumerate(made.inputs):

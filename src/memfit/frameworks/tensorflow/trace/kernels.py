@@ -112,28 +112,12 @@ def _operations(node: Node, inputs: list[Shape]) -> float:
     return 0.0
 
 
-def output_shape(node: Node, port: int, shapes: list[Shape | None]) -> Shape:
-    """A shape that only the run tells, from those of the inputs."""
-    known = [shape for shape in shapes if shape is not None]
-    op = node.op
-    if not known:
-        return ()
-    if op in ("MatMul", "_FusedMatMul"):
-        rows = known[0][1] if node.definition.attr["transpose_a"].b else known[0][0]
-        columns = known[1][0] if node.definition.attr["transpose_b"].b else known[1][1]
-        return (rows, columns)
-    if op == "BiasAddGrad":
-        return known[0][-1:]
-    if op == "Split" and len(shapes) > 1 and shapes[1] is not None:
-        parts = node.definition.attr["num_split"].i
-        return (*shapes[1][:-1], shapes[1][-1] // parts)
-    if op in ("ConcatV2", "Concat"):
-        parts = [shape for shape in known if len(shape) == len(known[0])]
-        return (*parts[0][:-1], sum(shape[-1] for shape in parts))
+def assumed_shape(shapes: list[Shape]) -> Shape:
+    """What an output is taken for where neither the graph nor TensorFlow tells: as large as its inputs together."""
     try:
-        return tuple(int(size) for size in np.broadcast_shapes(*known))
+        return tuple(int(size) for size in np.broadcast_shapes(*shapes))
     except ValueError:
-        return max(known, key=math.prod)
+        return max(shapes, key=math.prod)
 
 
 @final

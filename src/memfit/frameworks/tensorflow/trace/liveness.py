@@ -23,16 +23,16 @@ from memfit.frameworks.tensorflow.trace.kernels import (
     ALIASES,
     INEXPENSIVE,
     Inference,
+    assumed_shape,
     forwarded,
-    output_shape,
     seconds_of,
 )  # fmt: skip
 from memfit.frameworks.tensorflow.trace.memory import (
     Buffer,
-    Frame,
     Graph,
     Iteration,
     Lists,
+    LoopFrame,
     Memory,
     Node,
     Shape,
@@ -82,7 +82,7 @@ class Executor:
         self._lists = Lists(self._memory)
         self._inference = Inference() if inference is None else inference
         self._arguments: dict[int, Buffer] = {}
-        self._frames: dict[tuple[Iteration, str], Frame] = {}
+        self._frames: dict[tuple[Iteration, str], LoopFrame] = {}
         self._guessed: dict[str, None] = {}
         self._num_threads = 1 if on_gpu else max(1, num_threads)
         # Variables are replaced by assignments: what holds one now.
@@ -120,7 +120,7 @@ class Executor:
     def run(self) -> Lived:
         """The whole graph, once."""
         graph, memory = self._graph, self._memory
-        root = Frame(None).iterations[0]
+        root = LoopFrame(None).iterations[0]
         root.num_active = len(graph.roots)
         self._kept = set(graph.results)
         queues: list[deque[tuple[int, Iteration]]] = [deque() for _ in range(self._num_threads)]
@@ -223,7 +223,7 @@ class Executor:
             name = node.definition.attr["frame_name"].s.decode()
             if (iteration, name) not in self._frames:
                 limit = int(node.definition.attr["parallel_iterations"].i) or _PARALLEL_ITERATIONS
-                self._frames[iteration, name] = Frame(iteration, name, self._num_entries[name], limit)
+                self._frames[iteration, name] = LoopFrame(iteration, name, self._num_entries[name], limit)
                 iteration.num_frames += 1
             frame = self._frames[iteration, name]
             if node.definition.attr["is_constant"].b and outputs is not None:
@@ -255,7 +255,7 @@ class Executor:
         if target is not None:
             self._pass(number, target, outputs, dead, ready)
 
-    def _begin(self, frame: Frame, ready: Any) -> Iteration:
+    def _begin(self, frame: LoopFrame, ready: Any) -> Iteration:
         later = frame.following()
         waiting, frame.waiting = frame.waiting, []
         for number, tensor in waiting:
@@ -265,7 +265,7 @@ class Executor:
             self._pass(number, later, [tensor], False, ready)
         return later
 
-    def _clean_up(self, frame: Frame, ready: Any) -> None:
+    def _clean_up(self, frame: LoopFrame, ready: Any) -> None:
         """Ends iterations whose operators have all run, begins others in their place, and ends the loop itself."""
         parent = frame.parent
         if parent is None:
@@ -420,7 +420,7 @@ class Executor:
             if shape is None:
                 shape = self._inferred(number, node, inputs)[port]
             if shape is None:
-                shape = output_shape(node, port, [tensor.shape for tensor in inputs])
+                shape = assumed_shape([tensor.shape for tensor in inputs])
             size = tensor_bytes(shape, item_bytes)
             for place in forwarded(node, port):
                 given = inputs[place] if place < len(inputs) and place not in taken else None

@@ -225,7 +225,7 @@ class Iteration:
 
     __slots__ = ("frame", "inputs", "missing", "num_active", "num_frames", "number")
 
-    def __init__(self, frame: "Frame", number: int) -> None:
+    def __init__(self, frame: "LoopFrame", number: int) -> None:
         self.frame = frame
         self.number = number
         # Both by the number of the operator that waits; missing: [edges to come, dead ones among those that came].
@@ -236,7 +236,7 @@ class Iteration:
 
 
 @final
-class Frame:
+class LoopFrame:
     """A loop that runs, as in `tensorflow/core/common_runtime/propagator_state.h`; None is the parent of a graph.
 
     An iteration may begin before those in front of it have ended, as soon as its inputs are there, but only `limit` run

@@ -20,7 +20,7 @@ _OF_GRADIENT = re.compile(r"_grad$|Grad(?:_\d+)?$")
 
 
 @final
-class Sources:
+class NodeSources:
     """The sources of one traced function, by the names of operators.
 
     Args:
@@ -47,11 +47,11 @@ class Sources:
         if name not in self._known:
             plain = _INLINED.sub("", name)
             forward = _BACKWARD.sub("", plain)
-            self._known[name] = (self._forward_line(forward) if forward != plain else "") or self._line(plain)
+            self._known[name] = (self._nearest_line(forward) if forward != plain else "") or self._nearest_line(plain)
         return self._known[name]
 
-    def _forward_line(self, name: str) -> str:
-        """The line of the operator that one of the backward pass is for."""
+    def _nearest_line(self, name: str) -> str:
+        """The line of an operator, of the one whose gradient it is, or of what calls it: saved functions have none."""
         while name:
             of_operator = _OF_GRADIENT.sub("", name)
             # Several of a kind in one scope can't be told apart: their gradients are made in another order.
@@ -66,5 +66,5 @@ class Sources:
         operation = self._operations.get(name)
         if operation is None:
             return ""
-        stack = [(frame.filename, frame.lineno) for frame in reversed(operation.traceback)]
+        stack = [(frame.filename, frame.lineno) for frame in reversed(operation.traceback or ())]
         return self._names.innermost(stack, self._callers)

@@ -3,16 +3,16 @@
 A step that XLA compiles is laid out by XLA; any other one runs operator by operator, with a tensor for each.
 """
 
-import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
 from memfit.core.errors import StepFailed
 from memfit.core.estimate import Note
+from memfit.core.layer_scopes import NUMBERED, LayerScopes, with_layers
 from memfit.core.printing import text_of
 from memfit.core.timeline import Block, Category, Mark, Phase, Timeline
 from memfit.core.trace import Serving, Trace
@@ -22,9 +22,9 @@ from memfit.frameworks.tensorflow.trace.graph import graph_of, item_bytes
 from memfit.frameworks.tensorflow.trace.kernels import Inference
 from memfit.frameworks.tensorflow.trace.liveness import Executor, Lived
 from memfit.frameworks.tensorflow.trace.memory import Buffer, Graph, tensor_bytes
-from memfit.frameworks.tensorflow.trace.sources import Sources
+from memfit.frameworks.tensorflow.trace.sources import NodeSources
 from memfit.frameworks.xla.liveness import lay_out
-from memfit.frameworks.xla.program import Program, held_before, num_processors, turn_of
+from memfit.frameworks.xla.program import XlaProgram, held_before, num_processors, turn_of
 from memfit.frameworks.xla.scratch import most_bytes, spread_of
 
 _VARIABLE = "variable "
@@ -38,7 +38,6 @@ _LIBRARIES = Note("libraries", "workspaces of cuDNN aren't counted")
 _STAND_IN = Note(
     "xla-cpu-layout", "XLA compiled the step for the host: its program for a GPU fuses and orders differently"
 )
-_NUMBERED = re.compile(r"(.*)_\d+")
 _BACKWARD = ("gradient_tape/", "gradients/")
 # A tape adds up the gradients of what is used more than once outside of all scopes.
 _SUM = re.compile(r"AddN(?:_\d+)?")
@@ -77,11 +76,10 @@ def trace_step(
         layers: dotted paths of layers as reports name them; scopes of operators are matched to them.
     """
     known = list(variables)
-    sources = Sources(function.graph, caller_lines())
+    sources = NodeSources(function.graph, caller_lines())
     if jit_compile:
         return _compiled(function, known, optimizers, layers, sources, on_gpu=on_gpu)
-    onednn = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower() not in ("0", "false")
-    graph = graph_of(function, on_gpu=on_gpu, onednn=onednn)
+    graph = graph_of(function, on_gpu=on_gpu)
     held = _held(function, graph, known)
     given: dict[str, Any] = {
         # As many as TensorFlow has for operators.
@@ -139,7 +137,7 @@ def _compiled(
     variables: list[StepVariable],
     optimizers: Sequence[str],
     layers: Sequence[str],
-    sources: Sources,
+    sources: NodeSources,
     *,
     on_gpu: bool,
 ) -> Trace:
@@ -160,7 +158,7 @@ def _compiled(
             f"XLA can't compile the step: {text_of(error)[:500]} Compile the model with jit_compile=False where it "
             "can't."
         ) from error
-    program = Program(compiled)
+    program = XlaProgram(compiled)
     layout = lay_out(program.lives)
     # As many threads as TensorFlow gives to one program of XLA's.
     num_threads = tf.config.threading.get_intra_op_parallelism_threads() or num_processors()
@@ -173,17 +171,11 @@ def _compiled(
     timeline = program.timeline(
         describe, scratch=scratch, phase_of=phase, source_of=lambda name, _: sources.of(name) if name else ""
     )
-    # Layers for the scopes that XLA knows.
-    names = {block.module for block in timeline.blocks}
-    scopes = Scopes(layers, [name.replace(".", "/") for name in names])
-    known = {"", *layers}
-    layer_of = {name: name if name in known else scopes.module_of(name.replace(".", "/") + "/") for name in names}
-    blocks = tuple(replace(block, module=layer_of[block.module]) for block in timeline.blocks)
     used = {id(entry) for entry in inputs if entry is not None}
     # Those that the step doesn't touch live all the same.
     rest = [entry for entry in variables if id(entry) not in used and _variable_bytes(entry)]
     untouched = [(_variable_bytes(entry), entry.category, entry.module) for entry in rest]
-    timeline = held_before(Timeline(blocks, timeline.num_ticks, timeline.marks), untouched)
+    timeline = held_before(with_layers(timeline, layers), untouched)
     held = layout.constant_bytes + sum(_variable_bytes(entry) for entry in rest)
     total = layout.total_bytes + held + most_bytes(scratch)
     notes, spread = ((_STAND_IN,), (1.0, 1.0)) if on_gpu else ((), spread_of(total, scratch))
@@ -196,11 +188,11 @@ def _timeline(
     variables: list[StepVariable],
     optimizers: Sequence[str],
     layers: Sequence[str],
-    sources: Sources,
+    sources: NodeSources,
 ) -> Timeline:
     """Blocks with what they are for."""
     names = [node.name for node in graph.nodes]
-    scopes = Scopes(layers, names)
+    scopes = LayerScopes(layers, names)
     phases = [phase_of(name, optimizers) for name in names]
     marks = _marks(lived, phases)
     # Without a backward pass nothing is kept for it.
@@ -253,41 +245,6 @@ def phase_of(name: str, optimizers: Iterable[str] = ()) -> Phase:
     if any(scope in name for scope in _BACKWARD) or _SUM.fullmatch(name):
         return Phase.BACKWARD
     first = name.partition("/")[0]
-    numbered = _NUMBERED.fullmatch(first)
+    numbered = NUMBERED.fullmatch(first)
     scopes = {first, numbered[1] if numbered else first}
     return Phase.FORWARD if scopes.isdisjoint(optimizers) else Phase.OPTIMIZER
-
-
-@final
-class Scopes:
-    """Finds layers, given as dotted paths, by the scopes of operators.
-
-    Layers of Keras open a scope of their name, and TensorFlow adds a number where the scope exists already: the
-    operators of the layer "conv2d" may stand under "conv2d_1" while those of the layer "conv2d_1" stand under
-    "conv2d_1_2".
-    """
-
-    def __init__(self, layers: Iterable[str], names: Iterable[str]) -> None:
-        self._children: dict[str, set[str]] = {}
-        for path in layers:
-            parent, _, name = path.rpartition(".")
-            self._children.setdefault(parent, set()).add(name)
-        seen = {part for name in names for part in name.split("/")}
-        self._numbered = {match[1] for match in map(_NUMBERED.fullmatch, seen) if match}
-        self._found: dict[str, str] = {}
-
-    def module_of(self, name: str) -> str:
-        """The dotted path of the innermost layer around an operator, "" outside of all."""
-        scope = name.rpartition("/")[0]
-        if scope not in self._found:
-            path = ""
-            for part in scope.split("/"):
-                children = self._children.get(path, set())
-                match = _NUMBERED.fullmatch(part)
-                child = match[1] if match and match[1] in children else ""
-                # Both may be layers: where the one of this very name has a numbered scope, this one is of the other.
-                if part in children and not (child and part in self._numbered):
-                    child = part
-                path = f"{path}.{child}".lstrip(".") if child else path
-            self._found[scope] = path
-        return self._found[scope]

@@ -9,7 +9,7 @@ import pytest
 from memfit.core.errors import BadBatch, BadInput, BadLoss, BadOptimizer
 from memfit.core.settings import Settings, Weighting
 from memfit.frameworks.jax.apply.marked import block
-from memfit.frameworks.jax.apply.training import TrainStep, check_batch, look, part_size, resized
+from memfit.frameworks.jax.apply.training import TrainStep, check_batch, look, resized
 
 NUM, WIDTH = 13, 6
 
@@ -209,20 +209,6 @@ def test_a_look_tells_blocks_and_work():
     assert [call.name for call in blocks] == ["layer.0", "layer.1", "layer.2"]
     assert flops == sum(call.flops for call in blocks) == 3 * 2 * 2 * NUM * WIDTH * 9
     assert look(weighed, params, batch)[0] > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "size", "part"),
-    [
-        (Settings(), 10, 10),
-        (Settings(micro_batches=3), 10, 4),
-        (Settings(micro_batches=30), 10, 1),
-        (Settings(micro_batches=2, micro_batch_size=3), 10, 3),
-        (Settings(), None, 1),
-    ],
-)
-def test_part_size(settings, size, part):
-    assert part_size(settings, size) == part
 
 
 def test_the_size_of_a_batch():

@@ -10,7 +10,7 @@ import pytest
 
 from memfit.core.errors import StepFailed
 from memfit.frameworks.jax.guard import memory_request as room
-from memfit.frameworks.jax.guard.memory_request import MemoryRequest, NoRoom, beside_arguments, form_of
+from memfit.frameworks.jax.guard.memory_request import Host, MemoryRequest, NoRoom, beside_arguments, form_of
 
 WIDTH = 512
 PACKED_BYTES = 2 * WIDTH * WIDTH * 4
@@ -24,80 +24,88 @@ def step(x):
 
 
 def need():
-    return room._Need(step.lower(*ARGUMENTS), jax.local_devices()[:1])
+    return room._Need(step.lower(*ARGUMENTS), jax.local_devices()[:1], Host())
 
 
-class Host:
-    """Memory of a machine that is played."""
+class PlayedHost(Host):
+    """Memory of a machine that is played; the compiler finds its own. What is free may come back after some pauses."""
 
-    def __init__(self, monkeypatch, free_bytes, *, given_back_after=0, given_back_bytes=0, can_refuse=True):
+    can_refuse = True
+
+    def __init__(self, free_bytes, *, given_back_after=0, given_back_bytes=0):
         self.asked = []
-        self.slept = []
+        self.num_looks = 0
         self.free_bytes = free_bytes
         self._late = (given_back_after, given_back_bytes)
-        monkeypatch.setattr(room, "_has", self.has)
-        monkeypatch.setattr(room, "_can_refuse", lambda: can_refuse)
-        monkeypatch.setattr(room.time, "sleep", self.slept.append)
 
     def has(self, size_bytes):
         self.asked.append(size_bytes)
+        if size_bytes == room._COMPILER_BYTES:
+            return True
+        self.num_looks += 1
         after, given_back = self._late
-        return size_bytes <= self.free_bytes + (given_back if after and len(self.slept) >= after else 0)
+        return size_bytes <= self.free_bytes + (given_back if after and self.num_looks > after + 1 else 0)
 
 
-def test_what_kernels_take_for_themselves_is_asked_for_and_what_the_c_library_keeps_of_it(monkeypatch):
+@pytest.fixture(autouse=True)
+def slept(monkeypatch):
+    """Seconds of the pauses, which nobody waits for."""
+    pauses = []
+    monkeypatch.setattr(room.time, "sleep", pauses.append)
+    return pauses
+
+
+def test_what_kernels_take_for_themselves_is_asked_for_and_what_the_c_library_keeps_of_it():
     values = WIDTH * WIDTH * 4
     assert need().value_bytes == values
     wanted = need().value_bytes + need().scratch_bytes()
     # Both operands are packed.
     assert wanted - values - room._RUNTIME_BYTES == 2 * PACKED_BYTES
-    monkeypatch.setattr(room, "_COMPILER_BYTES", 0)
-    Host(monkeypatch, wanted)
-    MemoryRequest(step).ask(ARGUMENTS)
-    Host(monkeypatch, wanted - 1)
+    MemoryRequest(step, PlayedHost(wanted)).ask(ARGUMENTS)
     with pytest.raises(NoRoom, match=f"allocate {wanted} bytes finds") as raised:
-        MemoryRequest(step).ask(ARGUMENTS)
+        MemoryRequest(step, PlayedHost(wanted - 1)).ask(ARGUMENTS)
     assert 0.99 * wanted < raised.value.free_bytes < wanted == raised.value.wanted_bytes
 
 
 def test_where_nothing_would_be_refused_no_program_is_read(monkeypatch):
-    host = Host(monkeypatch, 2**40, can_refuse=False)
+    host = PlayedHost(2**40)
+    host.can_refuse = False
     monkeypatch.setattr(room, "read", None)
-    MemoryRequest(step).ask(ARGUMENTS)
+    MemoryRequest(step, host).ask(ARGUMENTS)
     assert host.asked == [WIDTH * WIDTH * 4]
 
 
-def test_memory_of_the_last_step_is_waited_for(monkeypatch):
+def test_memory_of_the_last_step_is_waited_for(slept):
     settled = []
     wanted = need().value_bytes + need().scratch_bytes()
-    monkeypatch.setattr(room, "_COMPILER_BYTES", 0)
-    host = Host(monkeypatch, 0, given_back_after=2, given_back_bytes=wanted)
-    MemoryRequest(step).ask(ARGUMENTS, lambda: settled.append("last step"))
-    assert settled == ["last step"] and host.slept == list(room._PAUSES[:2])
+    host = PlayedHost(0, given_back_after=2, given_back_bytes=wanted)
+    MemoryRequest(step, host).ask(ARGUMENTS, lambda: settled.append("last step"))
+    assert settled == ["last step"] and slept == list(room._PAUSES[:2])
 
 
-def test_what_the_process_kept_of_the_first_run_is_not_asked_for_again(monkeypatch):
-    host = Host(monkeypatch, 2**40)
-    one = MemoryRequest(step)
+def test_what_the_process_kept_of_the_first_run_is_not_asked_for_again():
     # GIVEN a run after which the process has 6 MiB more, 4 MiB of which nobody uses
-    data = iter((100 << 20, 106 << 20, 500 << 20))
-    monkeypatch.setattr(room, "_data_bytes", lambda: next(data))
-    monkeypatch.setattr(room, "_heap_free_bytes", lambda: 4 << 20)
+    class Kept(PlayedHost):
+        sizes = iter((100 << 20, 106 << 20, 500 << 20))
+        data_bytes = property(lambda self: next(self.sizes))
+        heap_free_bytes = 4 << 20
+
+    host = Kept(2**40)
+    one = MemoryRequest(step, host)
     for _ in range(3):
         one.ask(ARGUMENTS)
     compiler, first, second, third = host.asked
     assert compiler == room._COMPILER_BYTES and second == third == first - (4 << 20)
 
 
-def test_a_form_is_looked_at_once(monkeypatch):
-    Host(monkeypatch, 2**40)
+def test_a_form_is_looked_at_once():
     lowered = []
 
     def lower(*arguments):
         lowered.append(arguments)
         return step.lower(*arguments)
 
-    one = MemoryRequest(types.SimpleNamespace(lower=lower))
+    one = MemoryRequest(types.SimpleNamespace(lower=lower), PlayedHost(2**40))
     one.ask(ARGUMENTS)
     one.ask((ARGUMENTS[0] + 1,))
     assert len(lowered) == 1
@@ -115,35 +123,41 @@ def test_a_program_that_is_not_understood_takes_its_arguments_and_results_again(
     assert need().scratch_bytes() == 2 * copies + room._RUNTIME_BYTES
 
 
-def test_nothing_is_compiled_where_the_compiler_would_find_no_memory(monkeypatch):
-    Host(monkeypatch, room._COMPILER_BYTES - 1)
+def test_nothing_is_compiled_where_the_compiler_would_find_no_memory():
+    host = PlayedHost(0)
+    host.has = lambda size_bytes: size_bytes < room._COMPILER_BYTES
     with pytest.raises(NoRoom):
-        MemoryRequest(types.SimpleNamespace(lower=pytest.fail)).ask(ARGUMENTS)
+        MemoryRequest(types.SimpleNamespace(lower=pytest.fail), host).ask(ARGUMENTS)
 
 
 def test_memory_that_no_machine_has_is_not_there():
-    assert room._has(1 << 20) and not room._has(1 << 60) and not room._has(1 << 80)
+    host = Host()
+    assert host.has(1 << 20) and not host.has(1 << 60) and not host.has(1 << 80)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of data segments are Linux's")
-def test_what_refuses_memory(monkeypatch):
-    monkeypatch.setattr(room, "_is_strict", lambda: False)
+def test_what_refuses_memory(monkeypatch, tmp_path):
+    overcommit = {name: tmp_path / name for name in "02"}
+    for name, path in overcommit.items():
+        path.write_text(f"{name}\n")
+    monkeypatch.setattr(room, "_OVERCOMMIT", overcommit["0"])
     limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
-    assert not room._can_refuse()
+    assert not Host().can_refuse
     limits[resource.RLIMIT_DATA] = 1 << 30
-    assert room._can_refuse()
+    assert Host().can_refuse
     limits[resource.RLIMIT_DATA] = resource.RLIM_INFINITY
-    monkeypatch.setattr(room, "_is_strict", lambda: True)
-    assert room._can_refuse()
+    monkeypatch.setattr(room, "_OVERCOMMIT", overcommit["2"])
+    assert Host().can_refuse
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux and its C library say it")
 def test_what_the_process_holds():
-    before = room._data_bytes()
+    host = Host()
+    before = host.data_bytes
     block = np.ones(64 << 20, np.uint8)
-    assert room._data_bytes() - before >= block.nbytes
-    assert 0 <= room._heap_free_bytes() <= room._data_bytes()
+    assert host.data_bytes - before >= block.nbytes
+    assert 0 <= host.heap_free_bytes <= host.data_bytes
 
 
 class Device:

@@ -8,7 +8,7 @@ import pytest
 from memfit.core.errors import StepFailed
 from memfit.core.timeline import Category, Timeline
 from memfit.frameworks.jax.trace.compiled import compile_step
-from memfit.frameworks.xla.program import Program
+from memfit.frameworks.xla.program import XlaProgram
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -104,6 +104,6 @@ def test_devices_that_run_a_program_together_are_counted():
     alone = compile_step(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), "float32"),))
     head, _, rest = alone.program.text.partition("\n")
 
-    together = replace(alone, program=Program(f"{head}, replica_count=2, num_partitions=4\n{rest}"))
+    together = replace(alone, program=XlaProgram(f"{head}, replica_count=2, num_partitions=4\n{rest}"))
 
     assert (alone.num_devices, together.num_devices) == (1, 8)

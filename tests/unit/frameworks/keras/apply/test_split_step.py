@@ -12,10 +12,8 @@ from memfit.frameworks.keras.apply.split_step import (
     check_first_dimensions,
     kind_of_loss,
     kinds_of_added,
-    part_size,
-    splits,
 )
-from memfit.frameworks.keras.apply.weights import Kind
+from memfit.frameworks.keras.apply.weights import LossKind
 
 
 class Spread(layers.Layer):
@@ -24,7 +22,7 @@ class Spread(layers.Layer):
         return inputs
 
 
-class Step(SplitStep):
+class BackendSplitStep(SplitStep):
     concrete = staticmethod(nullcontext)
 
     def __call__(self, data):
@@ -38,7 +36,7 @@ def opened(approximate=False):
     inputs = layers.Input((3,))
     model = keras.Model(inputs, Spread()(layers.Dense(2, kernel_regularizer="l2")(inputs)))
     model.compile("sgd", "mse")
-    return model, Step(Settings(micro_batches=2), model, model.train_step, approximate)
+    return model, BackendSplitStep(Settings(micro_batches=2), model, model.train_step, approximate)
 
 
 def test_an_added_loss_that_does_not_add_up_is_refused_unless_allowed():
@@ -56,21 +54,6 @@ def test_a_batch_is_taken_apart_into_what_keras_takes_it_for():
     _, step = opened()
     x, y, weight, samples = step.open((np.zeros((4, 3)), np.zeros((4, 2))))
     assert (x.shape, y.shape, weight, samples) == ((4, 3), (4, 2), None, 4)
-
-
-def test_settings_ask_for_parts_by_number_or_by_size():
-    assert not splits(Settings())
-    assert splits(Settings(micro_batches=2))
-    assert splits(Settings(micro_batch_size=8))
-
-
-@pytest.mark.parametrize(("parts", "samples", "size"), [(3, 10, 4), (3, 9, 3), (20, 5, 1), (2, 1, 1)])
-def test_as_many_parts_as_asked_for_or_one_for_each_sample(parts, samples, size):
-    assert part_size(Settings(micro_batches=parts), samples) == size
-
-
-def test_the_size_of_a_part_holds_whatever_the_batch():
-    assert part_size(Settings(micro_batches=2, micro_batch_size=3), 100) == 3
 
 
 def test_arrays_of_a_batch_must_agree():
@@ -94,17 +77,17 @@ def kind(function, weight=None):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (lambda y, y_pred: ops.mean(ops.square(y - y_pred)), Kind.SAMPLES),
-        (lambda y, y_pred: ops.mean(ops.square(y - y_pred), axis=-1), Kind.SAMPLES),
-        (lambda y, y_pred: ops.sum(ops.square(y - y_pred)), Kind.SUM),
-        (lambda y, y_pred: ops.std(y - y_pred), Kind.NEITHER),
-        (lambda y, y_pred: ops.mean(ops.matmul(y_pred, ops.transpose(y)), axis=-1), Kind.NEITHER),
-        (lambda y, y_pred: y / 0, Kind.NEITHER),
-        (lambda y, y_pred: ops.sum(ops.relu(ops.abs(y - y_pred) - 1.0)), Kind.SUM),
-        (lambda y, y_pred: ops.mean(ops.relu(ops.abs(y - y_pred) - 5.0)), Kind.SAMPLES),
-        (lambda y, y_pred: ops.maximum(ops.mean(ops.square(y - y_pred)), 1.0), Kind.NEITHER),
-        (lambda y, y_pred: ops.mean(ops.square(y - y_pred)) + 1e-3 * ops.var(y_pred), Kind.NEITHER),
-        (lambda y, y_pred: 0.0 * ops.sum(y_pred), Kind.NEITHER),
+        (lambda y, y_pred: ops.mean(ops.square(y - y_pred)), LossKind.SAMPLES),
+        (lambda y, y_pred: ops.mean(ops.square(y - y_pred), axis=-1), LossKind.SAMPLES),
+        (lambda y, y_pred: ops.sum(ops.square(y - y_pred)), LossKind.SUM),
+        (lambda y, y_pred: ops.std(y - y_pred), LossKind.NEITHER),
+        (lambda y, y_pred: ops.mean(ops.matmul(y_pred, ops.transpose(y)), axis=-1), LossKind.NEITHER),
+        (lambda y, y_pred: y / 0, LossKind.NEITHER),
+        (lambda y, y_pred: ops.sum(ops.relu(ops.abs(y - y_pred) - 1.0)), LossKind.SUM),
+        (lambda y, y_pred: ops.mean(ops.relu(ops.abs(y - y_pred) - 5.0)), LossKind.SAMPLES),
+        (lambda y, y_pred: ops.maximum(ops.mean(ops.square(y - y_pred)), 1.0), LossKind.NEITHER),
+        (lambda y, y_pred: ops.mean(ops.square(y - y_pred)) + 1e-3 * ops.var(y_pred), LossKind.NEITHER),
+        (lambda y, y_pred: 0.0 * ops.sum(y_pred), LossKind.NEITHER),
     ],
 )
 def test_a_loss_function_is_a_mean_a_sum_or_neither(function, expected):
@@ -112,13 +95,13 @@ def test_a_loss_function_is_a_mean_a_sum_or_neither(function, expected):
 
 
 def test_a_mean_is_none_of_weighted_samples():
-    assert kind(lambda y, y_pred: ops.mean(ops.square(y - y_pred)), keras.KerasTensor((None,))) is Kind.NEITHER
+    assert kind(lambda y, y_pred: ops.mean(ops.square(y - y_pred)), keras.KerasTensor((None,))) is LossKind.NEITHER
 
 
 def test_dice_relates_samples_unless_its_axes_keep_them_apart():
     spec = keras.KerasTensor((None, 4, 4, 1))
-    assert kind_of_loss(nullcontext, keras.losses.Dice(), spec, spec, None) is Kind.NEITHER
-    assert kind_of_loss(nullcontext, keras.losses.Dice(axis=(1, 2, 3)), spec, spec, None) is Kind.SAMPLES
+    assert kind_of_loss(nullcontext, keras.losses.Dice(), spec, spec, None) is LossKind.NEITHER
+    assert kind_of_loss(nullcontext, keras.losses.Dice(axis=(1, 2, 3)), spec, spec, None) is LossKind.SAMPLES
 
 
 class Adding(layers.Layer):
@@ -134,7 +117,7 @@ def test_losses_that_layers_add_are_told_apart_in_their_order():
     model = keras.Model(inputs, Adding()(layers.Dense(3, kernel_regularizer="l2")(inputs)))
     values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
     found = kinds_of_added(nullcontext, model, values, SPEC)
-    assert found == [Kind.SAMPLES, Kind.SUM, Kind.NEITHER, Kind.SAMPLES]
+    assert found == [LossKind.SAMPLES, LossKind.SUM, LossKind.NEITHER, LossKind.SAMPLES]
 
 
 class AddingAboveThreshold(layers.Layer):
@@ -149,7 +132,7 @@ def test_thresholds_and_weights_of_zero_hide_nothing():
     model = keras.Model(inputs, AddingAboveThreshold()(dense(inputs)))
     values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
 
-    assert kinds_of_added(nullcontext, model, values, SPEC) == [Kind.SUM, Kind.SAMPLES]
+    assert kinds_of_added(nullcontext, model, values, SPEC) == [LossKind.SUM, LossKind.SAMPLES]
 
 
 def test_an_added_loss_that_is_nothing_on_all_numbers_tells_nothing():
@@ -157,4 +140,4 @@ def test_an_added_loss_that_is_nothing_on_all_numbers_tells_nothing():
     model = keras.Model(inputs, AddingAboveThreshold()(layers.Dense(3, kernel_initializer="zeros")(inputs)))
     values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
 
-    assert kinds_of_added(nullcontext, model, values, SPEC) == [Kind.NEITHER]
+    assert kinds_of_added(nullcontext, model, values, SPEC) == [LossKind.NEITHER]

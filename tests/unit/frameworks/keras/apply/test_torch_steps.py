@@ -6,7 +6,7 @@ import torch
 from keras import layers
 
 from memfit.core.settings import Settings
-from memfit.frameworks.keras.apply.torch_steps import Step
+from memfit.frameworks.keras.apply.torch_steps import BackendSplitStep
 
 
 def test_gradients_are_those_of_the_whole_batch_and_applied_once():
@@ -24,7 +24,7 @@ def test_gradients_are_those_of_the_whole_batch_and_applied_once():
     )
     model.train_step((x, y))
     plain = model.train_step
-    split = Step(Settings(micro_batch_size=3), model, lambda data: seen.append(data) or plain(data))
+    split = BackendSplitStep(Settings(micro_batch_size=3), model, lambda data: seen.append(data) or plain(data))
     split((x, y))
     assert sizes == [7, 3, 3, 1]
     assert len(gradients) == 2

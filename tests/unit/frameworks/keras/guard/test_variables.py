@@ -25,7 +25,6 @@ def test_all_that_a_step_changes_is_in_a_group(tmp_path):
     other._symbolic_build(data_batch=data())
     assert variables.is_built(other)
     assert [len(group) for group in variables.grouped(one).values()] == [6, 2, 14, 4]
-    assert len(variables.small(one)) == 6
     assert numbers(one) != numbers(other)
 
     variables.write(tmp_path / "x", one, None)
@@ -54,12 +53,6 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     with pytest.raises(BadCheckpoint, match=r"is stored\. Give another folder"):
         wider = keras.layers.BatchNormalization(dtype="float64")
         variables.read(tmp_path / "x", trained(wider))
-
-
-def test_sizes():
-    model = trained()
-
-    assert variables.size_bytes(model.trainable_variables) == 4 * (24 + 6 + 6 + 6 + 12 + 2)
 
 
 def test_types_that_numpy_lacks_come_back(tmp_path):

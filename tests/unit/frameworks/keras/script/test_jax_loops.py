@@ -12,7 +12,7 @@ import json, sys
 from pathlib import Path
 import jax
 import keras
-from memfit.frameworks.keras.script.jax_loops import JaxLoop
+from memfit.frameworks.keras.script.jax_loops import JaxScriptLoop
 from memfit.catalogue import find_device
 
 class Ended(BaseException):
@@ -104,7 +104,7 @@ def follow(name, body):
         turns.append(loop)
         raise Ended
     plain = jax.jit, jax.grad, jax.value_and_grad
-    loop = JaxLoop(end)
+    loop = JaxScriptLoop(end)
     loop.watch()
     try:
         exec(compile(TEXT + body, f"{name}.py", "exec"), {"show": printed.append, "__name__": "__main__"})

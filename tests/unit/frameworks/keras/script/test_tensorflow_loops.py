@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from memfit.frameworks.keras.script.tensorflow_loops import TensorFlowLoop
+from memfit.frameworks.keras.script.tensorflow_loops import TensorFlowScriptLoop
 from memfit.catalogue import find_device
 
 class Ended(BaseException):
@@ -24,7 +24,7 @@ def follow(script):
     def end(loop):
         turns.append(loop)
         raise Ended
-    loop = TensorFlowLoop(end)
+    loop = TensorFlowScriptLoop(end)
     loop.watch()
     printed = []
     try:

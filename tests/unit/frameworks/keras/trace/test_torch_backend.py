@@ -56,7 +56,7 @@ def attentive():
 
 def traced(made, device=CPU, **options):
     model, batch = made
-    options = {"training": True, "backend": "torch", **options}
+    options = {"training": True, **options}
     return jobs.traced(model, read(batch), device, **options)
 
 

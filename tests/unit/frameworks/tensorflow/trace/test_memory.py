@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from memfit.frameworks.tensorflow.trace.memory import Frame, Lists, Memory, Tensor, tensor_bytes
+from memfit.frameworks.tensorflow.trace.memory import Lists, LoopFrame, Memory, Tensor, tensor_bytes
 from tests.unit.frameworks.tensorflow.graphs import node
 
 
@@ -40,7 +40,7 @@ def test_a_tensor_has_its_elements(shape, item_bytes, size):
 
 
 def test_only_so_many_iterations_run_at_once():
-    frame = Frame(None, "loop", num_entries=0, limit=2)
+    frame = LoopFrame(None, "loop", num_entries=0, limit=2)
     assert not frame.is_full
     frame.iterations[0].num_active = 1
     frame.following()
@@ -51,7 +51,7 @@ def test_only_so_many_iterations_run_at_once():
 
 
 def test_iterations_end_in_their_order():
-    frame = Frame(None, "loop", limit=3)
+    frame = LoopFrame(None, "loop", limit=3)
     first, second = frame.iterations[0], frame.following()
     first.num_frames = 1
     assert frame.ended() is None
@@ -61,14 +61,14 @@ def test_iterations_end_in_their_order():
 
 
 def test_a_loop_waits_for_all_that_enters_it():
-    frame = Frame(None, "loop", num_entries=1)
+    frame = LoopFrame(None, "loop", num_entries=1)
     assert frame.ended() is None and not frame.is_done
     frame.num_entries = 0
     assert frame.ended() is frame.iterations[0] and frame.is_done
 
 
 def test_ways_out_count_for_the_last_iteration_alone():
-    frame = Frame(None, "loop", limit=2)
+    frame = LoopFrame(None, "loop", limit=2)
     frame.dead_exits.append(3)
     frame.following()
     assert frame.dead_exits == []

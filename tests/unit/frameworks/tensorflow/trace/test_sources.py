@@ -12,12 +12,22 @@ pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorF
 
 SCRIPT = """
 import json
+import tempfile
 import tensorflow as tf
 from memfit.core.user_code import caller_lines
 from memfit.frameworks.tensorflow.trace.graph import graph_of
-from memfit.frameworks.tensorflow.trace.sources import Sources
+from memfit.frameworks.tensorflow.trace.sources import NodeSources
 
 weight = tf.Variable(tf.ones((8, 8)))
+
+class Saved(tf.Module):
+    @tf.function(input_signature=[tf.TensorSpec((None, 8))])
+    def __call__(self, x):
+        return tf.math.erf(x)
+
+with tempfile.TemporaryDirectory() as folder:
+    tf.saved_model.save(Saved(), folder)
+    loaded = tf.saved_model.load(folder)
 
 @tf.function
 def called(x):
@@ -35,12 +45,13 @@ def step(x):
         h = tf.tanh(h)  # first Tanh
         h = tf.tanh(h)  # second Tanh
         h = tf.while_loop(is_early, repeated, (tf.constant(0), called(h)))[1]
+        h = loaded(h)  # loaded
         loss = tf.reduce_sum(h)
     weight.assign_sub(tape.gradient(loss, weight))  # gradient
     return loss
 
 traced, callers = tf.function(step).get_concrete_function(tf.TensorSpec((4, 8))), caller_lines()
-sources = Sources(traced.graph, callers)
+sources = NodeSources(traced.graph, callers)
 print(json.dumps([[node.op, node.name, sources.of(node.name)] for node in graph_of(traced).nodes]))
 """
 
@@ -70,6 +81,10 @@ def sources_of(nodes, op, *, backward=False):
 @pytest.mark.parametrize("op", ["Sin", "Cos"])
 def test_what_a_function_or_a_loop_runs_comes_from_its_own_line(nodes, op):
     assert sources_of(nodes, op) == {line_of(op)}
+
+
+def test_what_a_saved_function_runs_comes_from_the_line_that_calls_it(nodes):
+    assert sources_of(nodes, "Erf") == {line_of("loaded")}
 
 
 def test_what_is_fused_comes_from_the_line_of_its_parts(nodes):

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from memfit.core.timeline import Phase
-from memfit.frameworks.tensorflow.trace.tracing import Scopes, phase_of
+from memfit.frameworks.tensorflow.trace.tracing import phase_of
 
 pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow isn't installed")
 
@@ -164,25 +164,6 @@ def test_phases_follow_from_scopes(name, phase):
 
 def test_without_an_optimizer_nothing_is_an_update():
     assert phase_of("adam/Sub_3") is Phase.FORWARD
-
-
-LAYERS = ["conv2d", "conv2d_1", "block", "block.dense"]
-
-
-@pytest.mark.parametrize(
-    ("names", "name", "layer"),
-    [
-        (["model/conv2d/x", "model/conv2d_1/x"], "model/conv2d_1/x", "conv2d_1"),
-        (["model_1/conv2d_1/x", "model_1/conv2d_1_2/x"], "model_1/conv2d_1/x", "conv2d"),
-        (["model_1/conv2d_1/x", "model_1/conv2d_1_2/x"], "gradient_tape/model_1/conv2d_1_2/y/x", "conv2d_1"),
-        (["model/block_1/dense_1/MatMul"], "model/block_1/dense_1/MatMul", "block.dense"),
-        (["model/block_1/add"], "model/block_1/add", "block"),
-        (["model/dense/add"], "model/dense/add", ""),
-        (["Add"], "Add", ""),
-    ],
-)
-def test_layers_are_found_under_numbered_scopes(names, name, layer):
-    assert Scopes(LAYERS, names).module_of(name) == layer
 
 
 def test_a_sum_of_gradients_is_part_of_the_backward_pass():
