@@ -50,7 +50,7 @@ from memfit.frameworks.torch.guard.parameters import (
 from memfit.frameworks.torch.guard.snapshot import RandomState
 
 FORMAT = "memfit.state"
-VERSION = 1
+VERSION = 2
 _TREE = "state.json"
 
 

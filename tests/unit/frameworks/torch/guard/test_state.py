@@ -461,9 +461,9 @@ def test_a_scaler_that_is_switched_off_takes_only_its_own(tmp_path):
     [
         (b"{", "is no JSON"),
         (b"[]", "isn't the state of a run"),
-        (b'{"format": "memfit.state", "model": {}, "version": 9}', "has version 9, and this memfit reads version 1"),
-        (b'{"format": "memfit.state", "model": {}, "version": 1}', "is incomplete or malformed"),
-        (b'{"format": "memfit.state", "model": {"entries": 3}, "version": 1}', "is incomplete or malformed"),
+        (b'{"format": "memfit.state", "model": {}, "version": 9}', "has version 9, and this memfit reads version 2"),
+        (b'{"format": "memfit.state", "model": {}, "version": 2}', "is incomplete or malformed"),
+        (b'{"format": "memfit.state", "model": {"entries": 3}, "version": 2}', "is incomplete or malformed"),
     ],
 )
 def test_a_tree_that_was_not_made_here_is_refused(tmp_path, content, message):
