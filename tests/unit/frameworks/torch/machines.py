@@ -35,7 +35,7 @@ T4 = Device(
 class Machine:
     memory: LiveAllocator
     notes: list[tuple[str, str]] = field(default_factory=list)
-    look: Any = field(default_factory=lambda: SimpleNamespace(default_device=None, default_type_is_cuda=False))
+    device_view: Any = field(default_factory=lambda: SimpleNamespace(default_device=None, default_type_is_cuda=False))
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def machine(device: Device = T4, count: int = 1) -> Iterator[Machine]:
     capacity = None if usable is None else usable - (device.context_bytes or 0)
     found = Machine(LiveAllocator(AllocatorOptions(), capacity))
     report = lambda code, text: found.notes.append((code, text))  # noqa: E731
-    with replaced(cuda_replacements(CudaDevices(device, count), found.memory, report, found.look)):
+    with replaced(cuda_replacements(CudaDevices(device, count), found.memory, report, found.device_view)):
         yield found
 
 

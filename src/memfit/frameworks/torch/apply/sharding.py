@@ -221,7 +221,7 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = plain(storage, size)
-        if storage.device.type == "meta" and not simulation.places.has(storage):
+        if storage.device.type == "meta" and not simulation.labels.has(storage):
             recorder.resized(storage, "resize_")
         return result
 
@@ -237,9 +237,9 @@ def simulated_group(simulation: Simulation, recorder: Recorder, device: Device, 
         # Nobody asks for its statistics: the trace has its own record.
         memory = LiveAllocator(AllocatorOptions(), None)
         devices = CudaDevices(device, count)
-        given += cuda_replacements(devices, memory, report, simulation.look)
+        given += cuda_replacements(devices, memory, report, simulation.device_view)
         recorder.current_stream = lambda: devices.current_stream()
-    simulation.look.know_host()
+    simulation.device_view.know_host()
     with replaced(given), warnings.catch_warnings():
         # Hooks on views matter to values, and there are none: whoever runs the step is told by PyTorch.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")

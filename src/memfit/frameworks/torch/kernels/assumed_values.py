@@ -41,7 +41,7 @@ _MOST_VALUES = 1 << 18
 _STRIDE, _ROW_STRIDE = 7_919, 104_729
 
 
-class Readings:
+class HostReads:
     """Answers of the device to a program that reads; `line` gives the line of it that runs now."""
 
     def __init__(self, line: Callable[[], str], report: Report) -> None:

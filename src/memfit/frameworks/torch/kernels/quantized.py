@@ -21,7 +21,7 @@ import torch
 from memfit.core.device import Device
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels.fallbacks import Report
-from memfit.frameworks.torch.shapes.device_labels import Places
+from memfit.frameworks.torch.shapes.device_labels import DeviceLabels
 from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, replaced
 from memfit.frameworks.torch.shapes.shapes import META, Operator, size_bytes
@@ -40,10 +40,10 @@ _HOST = internals.DispatchKeySet(internals.DispatchKey.CPU)
 class Quantized:
     """bitsandbytes while it is simulated on `device`; `is_on` says whether this thread is."""
 
-    def __init__(self, device: Device, places: Places, report: Report, is_on: Callable[[], bool]) -> None:
+    def __init__(self, device: Device, labels: DeviceLabels, report: Report, is_on: Callable[[], bool]) -> None:
         self._capability = device.capability or (8, 0)
         self._num_multiprocessors = device.num_multiprocessors or 0
-        self._places = places
+        self._labels = labels
         self._report = report
         self._is_on = is_on
         self.managed_bytes = 0
@@ -97,7 +97,7 @@ class Quantized:
                 return plain_paged(*shape, dtype=dtype, device=device)  # type: ignore[no-any-return]
             with internals.outside_simulation():
                 state: Any = torch.empty(shape, dtype=dtype, device=META)
-                self._places.mark(state, torch.device("cpu"))
+                self._labels.mark(state, torch.device("cpu"))
                 self.managed_bytes += size_bytes(state)
             state.is_paged, state.page_deviceid = True, device.index
             text = "paged optimizer state is managed memory: on the device while there is room, else on the host"

@@ -91,12 +91,12 @@ class ScriptRun:
         report = simulation.notes.report
         line, num_steps = lambda: self.session.origin.user_line()[0], lambda: self.session.counter.num_steps
         self._arrivals = Arrivals(line, num_steps, parts, request.batch_lines, request.batch_size)
-        simulation.look.on_arrival = self._arrivals
+        simulation.device_view.on_arrival = self._arrivals
         self._checkpoints = Checkpoints(
             files,
             report,
-            simulation.look.put,
-            simulation.places.of,
+            simulation.device_view.put,
+            simulation.labels.of,
             num_ranks=request.count,
         )
         self._program = LaunchedProgram(request.script, request.module, request.arguments)
@@ -199,7 +199,7 @@ class ScriptRun:
             replacements += distributed.spawn_replacements(simulation.notes.report, self.session.devices)
         with (
             on_import({"torchvision": define_missing_operators}, {}),
-            sharing(simulation.places.is_simulated, self.session.recorder.add_foreign),
+            sharing(simulation.labels.is_simulated, self.session.recorder.add_foreign),
             self.session.running(replacements),
             simulation.with_stand_ins(),
         ):

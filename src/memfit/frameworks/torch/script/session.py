@@ -112,8 +112,8 @@ class Session:
         self.recorder = LiveRecorder(self.origin.current, memory, self._refuse, lambda: configure(report))
         self.recorder.current_stream = lambda: self.devices.current_stream()
         self.simulation = simulation = Simulation(device, self.recorder, self.origin, scripted=True)
-        simulation.look.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
-        simulation.look.is_large_weight = LargeWeights(simulation.notes.report)
+        simulation.device_view.on_parameter = lambda parameter: self._classify(parameter, Category.PARAMETER, "")
+        simulation.device_view.is_large_weight = LargeWeights(simulation.notes.report)
         self.compiled = CompiledSteps(
             device,
             self.recorder,
@@ -126,7 +126,7 @@ class Session:
         )
         self._compiles = compiles
         # Who compiles anything compiles attention.
-        simulation.look.higher_order.is_fused = lambda: (
+        simulation.device_view.higher_order.is_fused = lambda: (
             self.compiled.has_begun
             or any(code == unsimulated.COMPILED_AS_EAGER for code, _, _ in simulation.notes.found)
         )
@@ -161,7 +161,9 @@ class Session:
             stack.callback(self.recorder.stop)
             stack.callback(self._late.close)
             every = [
-                *cuda_replacements(self.devices, self.memory, report, self.simulation.look, compiles=self._compiles),
+                *cuda_replacements(
+                    self.devices, self.memory, report, self.simulation.device_view, compiles=self._compiles
+                ),
                 *distributed_replacements(
                     self.devices.installed, report, lambda bucket: self._classify(bucket, Category.GRADIENT, "")
                 ),
@@ -187,7 +189,7 @@ class Session:
         """`running`, after which the process goes on as if nothing had been: models that moved come back."""
         restoration = Restoration()
         simulation = self.simulation
-        simulation.look.on_departure = restoration.remember
+        simulation.device_view.on_departure = restoration.remember
         self.on_update = restoration.remember_optimizer
         report = simulation.notes.report
         with (
@@ -198,7 +200,7 @@ class Session:
             own = threading.get_ident()
             concerns = lambda: threading.get_ident() == own or _is_simulated(threading.current_thread())  # noqa: E731
             files = RedirectedFiles(folder, keeps_new=True, report=report, concerns=concerns)
-            checkpoints = Checkpoints(files, report, simulation.look.put, simulation.places.of)
+            checkpoints = Checkpoints(files, report, simulation.device_view.put, simulation.labels.of)
             try:
                 with files.in_place(), self.running([*restoration.replacements(), *checkpoints.replacements()]):
                     yield
@@ -217,7 +219,7 @@ class Session:
 
         def resize(plain: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
             result = plain(storage, size)
-            if storage.device.type == "meta" and not self.simulation.places.has(storage):
+            if storage.device.type == "meta" and not self.simulation.labels.has(storage):
                 # How sharded parameters are let go and brought back.
                 self.recorder.resized(storage, "resize_")
             return result
@@ -435,7 +437,7 @@ class Session:
         # From here until a model is called it is the loop's own work.
         self._enter(Phase.FORWARD)
         self._num_recovered = len(self.failures)
-        self.simulation.operators.readings.step_taken()
+        self.simulation.operators.host_reads.step_taken()
         self.seen = replace(self.seen, work=self._work.operations)
         self._work = WorkLog()
         self._settled()

@@ -19,7 +19,7 @@ from memfit.frameworks.torch.shapes.shapes import ByStorage
 BARE = torch.device("meta")
 
 
-class Places:
+class DeviceLabels:
     """Remembers which shape-only storages are not on the simulated device.
 
     Args:

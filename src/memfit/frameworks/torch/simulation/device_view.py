@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.cuda.random import SimulatedGenerator
 from memfit.frameworks.torch.kernels import fallbacks
-from memfit.frameworks.torch.shapes.device_labels import BARE, Places
+from memfit.frameworks.torch.shapes.device_labels import BARE, DeviceLabels
 from memfit.frameworks.torch.shapes.shapes import META, Arguments, Options, shape_like
 from memfit.frameworks.torch.shapes.tensor_types import cuda_type_name, dtype_of_type
 from memfit.frameworks.torch.simulation.higher_order import HigherOrder
@@ -26,20 +26,20 @@ _Handler = Callable[[Any, Arguments, Options], Any]
 KEPT_ON_DEVICE = "kept-on-device"
 
 
-class Look(TorchFunctionMode):
-    """Shows shape-only tensors as tensors of the device of `places`, where they are.
+class DeviceView(TorchFunctionMode):
+    """Shows shape-only tensors as tensors of the device of `labels`, where they are.
 
     Code that knows the device has been told that it is there, and by "cpu" means the host. Otherwise it may have chosen
     "cpu" only because this machine has no GPU.
     """
 
-    def __init__(self, places: Places, report: fallbacks.Report, *, knows_device: bool = False) -> None:
+    def __init__(self, labels: DeviceLabels, report: fallbacks.Report, *, knows_device: bool = False) -> None:
         super().__init__()
-        self._places = places
+        self._labels = labels
         self._report = report
         self._cpu_means_host = knows_device or torch.cuda.is_available()
         self._host_as_shapes = False
-        self._type = places.device.type
+        self._type = labels.device.type
         self._scalars_stay = False
         self.default_device: torch.device | None = None
         self.default_type_is_cuda = False
@@ -68,10 +68,10 @@ class Look(TorchFunctionMode):
                 self._type == "cuda" if self._simulated(args[0]) else bool(func(*args))
             ),
             tensor.is_cpu.__get__: lambda func, args, kwargs: (
-                self._places.of(args[0]).type == "cpu" if self._shape_only(args[0]) else bool(func(*args))
+                self._labels.of(args[0]).type == "cpu" if self._shape_only(args[0]) else bool(func(*args))
             ),
             tensor.is_meta.__get__: lambda func, args, kwargs: (
-                self._shape_only(args[0]) and self._places.of(args[0]) == BARE
+                self._shape_only(args[0]) and self._labels.of(args[0]) == BARE
             ),
             tensor.data.__set__: self._set_data,
             tensor.get_device: self._index,
@@ -152,8 +152,8 @@ class Look(TorchFunctionMode):
     def put(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         """`tensor`, a real one or one of shapes only, as a new tensor on `device`."""
         with internals.disable_torch_function():
-            place = self.place(device) or self._places.device
-            with self._places.requesting(place):
+            place = self.place(device) or self._labels.device
+            with self._labels.requesting(place):
                 return shape_like(tensor) if tensor.is_meta else tensor.to(META)
 
     def place(self, device: Any) -> torch.device | None:
@@ -164,7 +164,7 @@ class Look(TorchFunctionMode):
         if named.type != self._type:
             return None
         if named.index is None:
-            return self._places.device
+            return self._labels.device
         self.check_index(named.index)
         return named
 
@@ -185,7 +185,7 @@ class Look(TorchFunctionMode):
 
     def _at(self, place: torch.device, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls `func` so that it makes a shape-only tensor at `place`."""
-        with self._places.requesting(place):
+        with self._labels.requesting(place):
             return func(*args, **{**kwargs, "device": META})
 
     def _named_device(self, func: Any, args: Arguments, kwargs: Options) -> Any:
@@ -196,17 +196,17 @@ class Look(TorchFunctionMode):
 
     def _device(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         device = func(*args)
-        return self._places.of(args[0]) if device.type == "meta" else device
+        return self._labels.of(args[0]) if device.type == "meta" else device
 
     def _shape_only(self, tensor: Any) -> bool:
         return bool(torch.Tensor.is_meta.__get__(tensor))  # type: ignore[attr-defined]
 
     def _simulated(self, tensor: Any) -> bool:
-        return self._shape_only(tensor) and self._places.of(tensor).type == self._type
+        return self._shape_only(tensor) and self._labels.of(tensor).type == self._type
 
     def _index(self, func: Any, args: Arguments, kwargs: Options) -> int:
         if self._simulated(args[0]):
-            return (self._places.of(args[0]).index or 0) if self._type == "cuda" else -1
+            return (self._labels.of(args[0]).index or 0) if self._type == "cuda" else -1
         return int(func(*args))
 
     def _to(self, func: Any, args: Arguments, kwargs: Options) -> Any:
@@ -218,7 +218,7 @@ class Look(TorchFunctionMode):
             rest = rest[1:]
         elif rest and isinstance(rest[0], torch.Tensor):
             other, rest = rest[0], rest[1:]
-            device = self._places.of(other) if self._shape_only(other) else other.device
+            device = self._labels.of(other) if self._shape_only(other) else other.device
             kwargs = {"dtype": other.dtype, **kwargs}
         if rest and isinstance(rest[0], torch.dtype):
             kwargs, rest = {**kwargs, "dtype": rest[0]}, rest[1:]
@@ -231,7 +231,7 @@ class Look(TorchFunctionMode):
         place = self.place(device)
         if place is None:
             if self._guessed_host(tensor, device):
-                place = self._places.device
+                place = self._labels.device
             elif self._host_as_shapes and self._simulated(tensor) and torch.device(device).type == "cpu":
                 place = torch.device("cpu")
             elif self._on_host_as_shape(tensor):
@@ -240,13 +240,13 @@ class Look(TorchFunctionMode):
                 return func(tensor, device=device, **kwargs)
         if not self._shape_only(tensor):
             return self._at(place, func, self.on_arrival(tensor), **kwargs)
-        here = self._places.of(tensor)
+        here = self._labels.of(tensor)
         if here == place:
             return func(tensor, **kwargs)
-        return _carry(tensor, here, place, kwargs.get("dtype") or tensor.dtype, self._places)
+        return _carry(tensor, here, place, kwargs.get("dtype") or tensor.dtype, self._labels)
 
     def _on_host_as_shape(self, tensor: Any) -> bool:
-        return self._type != "cpu" and self._shape_only(tensor) and self._places.of(tensor).type == "cpu"
+        return self._type != "cpu" and self._shape_only(tensor) and self._labels.of(tensor).type == "cpu"
 
     def _guessed_host(self, tensor: Any, device: Any) -> bool:
         """Whether `.to(device)` names the host only because this machine has no GPU.
@@ -290,7 +290,7 @@ class Look(TorchFunctionMode):
         given = args[0] if args else kwargs.get("tensor", kwargs.get("other"))
         device, *rest = func(*args, **kwargs)
         if isinstance(given, torch.Tensor) and self._simulated(given):
-            device = self._places.of(given)
+            device = self._labels.of(given)
         return device, *rest
 
     def _set_data(self, func: Any, args: Arguments, kwargs: Options) -> None:
@@ -304,7 +304,7 @@ class Look(TorchFunctionMode):
             return
         shell = value.detach()
         if target.grad is not None:
-            with self._places.requesting(self._places.of(value) if self._shape_only(value) else None):
+            with self._labels.requesting(self._labels.of(value) if self._shape_only(value) else None):
                 grad = torch.empty_like(target.grad, device=value.device)
             # A gradient may have another size than its parameter, as a shard has, but can't be given to it then.
             shell = torch.empty_like(grad, device=value.device)
@@ -323,7 +323,7 @@ class Look(TorchFunctionMode):
         if self._scalars_stay and isinstance(data, int | float):
             return func(*args, **kwargs)
         if device is None:
-            device = self.default_device if self._type == "cuda" else self._places.device
+            device = self.default_device if self._type == "cuda" else self._labels.device
         if kwargs.get("pin_memory"):
             return self._from_data(func, args, {**kwargs, "pin_memory": False}).pin_memory()
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
@@ -342,7 +342,7 @@ class Look(TorchFunctionMode):
     def _new_tensor(self, func: Any, args: Arguments, kwargs: Options) -> Any:
         if not self._simulated(args[0]):
             return func(*args, **kwargs)
-        given = {"dtype": args[0].dtype, "device": self._places.of(args[0]), **kwargs}
+        given = {"dtype": args[0].dtype, "device": self._labels.of(args[0]), **kwargs}
         return self._from_data(torch.tensor, args[1:], {name: v for name, v in given.items() if v is not None})
 
     def _new(self, func: Any, args: Arguments, kwargs: Options) -> Any:
@@ -376,7 +376,7 @@ class Look(TorchFunctionMode):
         if not self._shown(tensor):
             return str(func(*args, **kwargs))
         values = str(tensor.item()) if tensor.dim() == 0 else "..."
-        parts = [values, f"device='{self._places.of(tensor)}'"]
+        parts = [values, f"device='{self._labels.of(tensor)}'"]
         if tensor.dim():
             parts.append(f"size={tuple(tensor.shape)}")
         if tensor.dtype not in (torch.float32, torch.int64, torch.bool):
@@ -400,7 +400,7 @@ class Look(TorchFunctionMode):
             return self._from_host_copy(func, args, kwargs)
         if self._simulated(args[0]):
             raise TypeError(
-                f"can't convert {self._places.of(args[0])} device type tensor to numpy. "
+                f"can't convert {self._labels.of(args[0])} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
         return func(*args, **kwargs)
@@ -420,10 +420,15 @@ class _Carried(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, here: torch.device, there: torch.device, dtype: torch.dtype, places: Places
+        ctx: Any,
+        tensor: torch.Tensor,
+        here: torch.device,
+        there: torch.device,
+        dtype: torch.dtype,
+        labels: DeviceLabels,
     ) -> torch.Tensor:
-        ctx.way_back = (there, here, tensor.dtype, places)
-        with places.requesting(there):
+        ctx.way_back = (there, here, tensor.dtype, labels)
+        with labels.requesting(there):
             return tensor.to(dtype, copy=True)
 
     @staticmethod

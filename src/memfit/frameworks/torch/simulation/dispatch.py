@@ -14,9 +14,9 @@ import torch
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels import convolution_layout, fallbacks
-from memfit.frameworks.torch.kernels.assumed_values import Draws, Readings, Selections, SizeBounds
+from memfit.frameworks.torch.kernels.assumed_values import Draws, HostReads, Selections, SizeBounds
 from memfit.frameworks.torch.shapes import shapes, sparse
-from memfit.frameworks.torch.shapes.device_labels import BARE, Places
+from memfit.frameworks.torch.shapes.device_labels import BARE, DeviceLabels
 from memfit.frameworks.torch.shapes.formulas import Formulas
 from memfit.frameworks.torch.shapes.origin import OriginTracker
 from memfit.frameworks.torch.shapes.recorder import (
@@ -66,7 +66,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         rules: per operator, its outputs where only this device has them, beside those of `fallbacks`.
         host_is_device: tensors on the CPU belong to the simulated device.
         report: takes (code, text) of each assumption made.
-        places: knows the shape-only tensors that are not on the simulated device.
+        labels: knows the shape-only tensors that are not on the simulated device.
         values: knows the values of small tensors; None: no value is known.
         copied_in: what tensors are for that come from the host, until somebody knows better.
     """
@@ -80,12 +80,12 @@ class SimulatedOperators(internals.TorchDispatchMode):
         *,
         host_is_device: bool,
         report: Callable[[str, str], None],
-        places: Places,
+        labels: DeviceLabels,
         values: KnownValues | None = None,
         copied_in: Category | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places = places
+        self._labels = labels
         self._values = values
         self._copied_in = copied_in
         self._taken_apart = False
@@ -98,7 +98,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         """By name, operators of libraries as other operators: takes the operator and its arguments; see `quantized`."""
         self.around: AbstractContextManager[Any] = nullcontext()
         """Entered for each operator."""
-        self.readings = Readings(lambda: origin.current()[1], report)
+        self.host_reads = HostReads(lambda: origin.current()[1], report)
         self._recorder = recorder
         self._origin = origin
         self._internals = internals
@@ -117,7 +117,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         self._report = noticing
         if values is not None:
             self._selections = Selections(values, noticing)
-            self._draws = Draws(values, self.readings.waits, report)
+            self._draws = Draws(values, self.host_reads.waits, report)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -164,7 +164,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         if kind is Behaviour.COMPOSITE and internals.name_of(func) not in self._rules:
             with self:
                 return func.decompose(*args, **kwargs)
-        if self._places:
+        if self._labels:
             place = self._elsewhere(func, args, kwargs)
             if place is not None:
                 return self._run_elsewhere(func, args, kwargs, place)
@@ -193,7 +193,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             self._values.follow(func, args, kwargs, out)
             self._draws.follow(func, args, kwargs, out)
             if func is _SOFTMAX:
-                self.readings.are_probabilities(out)
+                self.host_reads.are_probabilities(out)
         if self.on_run is not None and not self._taken_apart:
             self.on_run(func, args, kwargs, out, known)
         return out
@@ -227,7 +227,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             if out is NotImplemented:
                 out = special(func, args, kwargs, self._report)
                 if isinstance(out, bool | int | float):
-                    out = self.readings.answer(out)
+                    out = self.host_reads.answer(out)
             if out is not NotImplemented:
                 return self._record(func, args, out), None
         if kind is Behaviour.OTHER:
@@ -268,7 +268,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
         """The true output of an operator that needs values, where they are known."""
         out = NotImplemented if self._values is None else self._values.exact(func, args, kwargs)
         if out is NotImplemented and func is _TO_COPY and shapes.to_host(kwargs):
-            return self.readings.host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
+            return self.host_reads.host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
         return out
 
     def _record(self, func: Operator, args: Arguments, out: Any, *, fresh: bool = True) -> Any:
@@ -344,17 +344,17 @@ class SimulatedOperators(internals.TorchDispatchMode):
 
     def _elsewhere(self, func: Operator, args: Arguments, kwargs: Options) -> torch.device | None:
         """The place of what an operator makes, where that isn't the simulated device."""
-        places = self._places
-        if places.requested is not None:
-            return places.requested if places.requested != places.device else None
-        of_arguments = [places.of(value) for value in shapes.tensors((*args, *kwargs.values())) if value.is_meta]
+        labels = self._labels
+        if labels.requested is not None:
+            return labels.requested if labels.requested != labels.device else None
+        of_arguments = [labels.of(value) for value in shapes.tensors((*args, *kwargs.values())) if value.is_meta]
         if not of_arguments:
             return None
         real = [place for place in of_arguments if place != BARE]
         if len(set(real)) > 1 and internals.name_of(func) not in _MIXED_DEVICES_ALLOWED:
             raise _several_devices(*sorted(set(map(str, real))))
         place = real[0] if real else BARE
-        return place if place != places.device else None
+        return place if place != labels.device else None
 
     def _run_elsewhere(self, func: Operator, args: Arguments, kwargs: Options, place: torch.device) -> Any:
         """Runs an operator of another place: for its shapes, on nobody's account."""
@@ -367,7 +367,7 @@ class SimulatedOperators(internals.TorchDispatchMode):
             out = self._execute(func, args, kwargs)
         for tensor in shapes.tensors((out,)):
             if tensor.is_meta and not self._recorder.known(tensor):
-                self._places.mark(tensor, place)
+                self._labels.mark(tensor, place)
         return out
 
     def _bring_over(self, func: Operator, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:

@@ -1,9 +1,9 @@
 """The simulation: for as long as it runs, PyTorch takes the simulated device for its own.
 
 Four layers, from the user's code down: functions of PyTorch that are replaced, a function mode that shows shape-only
-tensors as tensors of the device (`Look`), interceptors that make the device's choices above autograd, and a dispatch
-mode that runs operators for their shapes and records what they allocate (`SimulatedOperators`). Modes belong to a
-thread; every further thread enters them by `in_thread`.
+tensors as tensors of the device (`DeviceView`), interceptors that make the device's choices above autograd, and a
+dispatch mode that runs operators for their shapes and records what they allocate (`SimulatedOperators`). Modes belong
+to a thread; every further thread enters them by `in_thread`.
 """
 
 import gc
@@ -27,7 +27,7 @@ from memfit.frameworks.torch.kernels.cuda_kernels import CudaInternals
 from memfit.frameworks.torch.kernels.host_kernels import host_internals
 from memfit.frameworks.torch.kernels.quantized import Quantized
 from memfit.frameworks.torch.kernels.recurrent import host_lstm_rule
-from memfit.frameworks.torch.shapes.device_labels import Places
+from memfit.frameworks.torch.shapes.device_labels import DeviceLabels
 from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.interception import intercepting, switched_on
 from memfit.frameworks.torch.shapes.origin import OriginTracker
@@ -36,7 +36,7 @@ from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import META
 from memfit.frameworks.torch.shapes.values import KnownValues
 from memfit.frameworks.torch.simulation import flash_attention
-from memfit.frameworks.torch.simulation.device_view import Look
+from memfit.frameworks.torch.simulation.device_view import DeviceView
 from memfit.frameworks.torch.simulation.dispatch import SimulatedOperators
 from memfit.frameworks.torch.simulation.releases import release_replacements
 from memfit.frameworks.torch.simulation.stand_ins import hidden, standing_in
@@ -94,11 +94,11 @@ class Simulation:
         self.around_backward: Callable[[bool], AbstractContextManager[None]] = lambda accumulates: nullcontext()
         """Entered for each run of the autograd engine; told whether it accumulates gradients."""
         self.notes = Notes(origin)
-        self.places = Places(torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
-        self.look = Look(self.places, self.notes.report, knows_device=scripted)
+        self.labels = DeviceLabels(torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
+        self.device_view = DeviceView(self.labels, self.notes.report, knows_device=scripted)
         self.autocast = Autocast(device_type)
         self.values = KnownValues() if scripted or follows_values else None
-        self.look.higher_order.knows = self._knows
+        self.device_view.higher_order.knows = self._knows
         self._cuda = cuda = CudaInternals(device, recorder, self.notes.report) if on_cuda else None
         self.operators = SimulatedOperators(
             recorder,
@@ -107,12 +107,12 @@ class Simulation:
             {"aten::mkldnn_rnn_layer": host_lstm_rule} if cuda is None else cuda.rules(),
             host_is_device=not on_cuda,
             report=self.notes.report,
-            places=self.places,
+            labels=self.labels,
             values=self.values,
             copied_in=Category.BATCH if scripted else None,
         )
         self.stack = stack_of(device)
-        self.quantized = Quantized(device, self.places, self.notes.report, self.is_on)
+        self.quantized = Quantized(device, self.labels, self.notes.report, self.is_on)
         self.operators.compositions = {**fallbacks.COMPOSITIONS, **self.quantized.compositions(on_cuda=on_cuda)}
         self._triton = TritonKernels(device, recorder, self.is_on, self._forget)
         self._device = device
@@ -156,7 +156,7 @@ class Simulation:
     @contextmanager
     def in_thread(self) -> Iterator[None]:
         """Simulates in a further thread while it lasts."""
-        with switched_on(), self.operators, self.look:
+        with switched_on(), self.operators, self.device_view:
             self._threads.present = True
             try:
                 yield
@@ -272,12 +272,12 @@ class Simulation:
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             if not self.is_on():
                 return plain_backward(*args, **kwargs)
-            with self.around_backward(bool(kwargs.get("accumulate_grad"))), self.look.again():
+            with self.around_backward(bool(kwargs.get("accumulate_grad"))), self.device_view.again():
                 return plain_backward(*args, **kwargs)
 
         def with_look(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def call(value: Any) -> Any:
-                with self.look.again() if self.is_on() else nullcontext():
+                with self.device_view.again() if self.is_on() else nullcontext():
                     return hook(value)
 
             return call
@@ -306,7 +306,7 @@ class Simulation:
                 members: dict[torch.device, list[int]] = {}
                 with internals.disable_torch_function():
                     for position, tensor in enumerate(lists[0]):
-                        members.setdefault(self.places.of(tensor), []).append(position)
+                        members.setdefault(self.labels.of(tensor), []).append(position)
                 for place, positions in members.items():
                     chosen = [[held[i] for i in positions] if held else held for held in lists]
                     groups[place, dtype] = (chosen, [indices[i] for i in positions] if indices else indices)
@@ -316,7 +316,7 @@ class Simulation:
             if not self.is_on():
                 # The compiler's own tensors among them.
                 return plain_wrapper(*args, **kwargs)
-            place = self.look.place
+            place = self.device_view.place
             if kwargs.get("device") is not None and place(kwargs["device"]) is not None:
                 kwargs = {**kwargs, "device": META}
             # Nested tensors name it by its position.
@@ -324,7 +324,7 @@ class Simulation:
             return plain_wrapper(*args, **kwargs)
 
         def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-            # As between CPU and CUDA: a parameter stays the same object when its module moves (`Look._set_data`).
+            # As between CPU and CUDA: a parameter stays the same object when its module moves (`DeviceView._set_data`).
             with internals.disable_torch_function():
                 moves = tensor.is_meta != other.is_meta
             return moves or bool(plain_compatible(tensor, other))

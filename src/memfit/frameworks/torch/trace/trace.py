@@ -207,7 +207,7 @@ class StepTracer:
                 # Made when the step was fitted.
                 self.recorder.classify(part, category, module)
             # Shards may wait on the host.
-            if self.simulation.places.of(part) == self.simulation.places.device:
+            if self.simulation.labels.of(part) == self.simulation.labels.device:
                 self.recorder.add_named(part, str(category), category, (module, ""))
 
     def _forward(self, batch: Any) -> Any:
@@ -325,7 +325,7 @@ class StepTracer:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        with self.origin.inside(OPTIMIZER), self.simulation.look.keeping_scalars():
+        with self.origin.inside(OPTIMIZER), self.simulation.device_view.keeping_scalars():
             yield
 
     def _closure(self, optimizer: Any, batch: Any) -> Any:

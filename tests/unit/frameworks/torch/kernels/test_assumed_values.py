@@ -4,7 +4,7 @@ import torch
 from memfit.core.estimate import AT_MOST
 from memfit.core.timeline import Category
 from memfit.frameworks.torch.kernels import assumed_values
-from memfit.frameworks.torch.kernels.assumed_values import MADE_UP, Readings
+from memfit.frameworks.torch.kernels.assumed_values import MADE_UP, HostReads
 from tests.unit.frameworks.torch.sessions import codes, made, running, timeline
 
 PATIENCE = assumed_values._PATIENCE
@@ -20,11 +20,11 @@ class Program:
 
     def __init__(self, notes):
         self.line = "train.py:1"
-        self.readings = Readings(lambda: self.line, lambda code, text: notes.append((code, text)))
+        self.host_reads = HostReads(lambda: self.line, lambda code, text: notes.append((code, text)))
 
     def reads(self, stand_in, times):
         """The answers that are none of `stand_in`, each with the number of the reading."""
-        found = [(number, self.readings.answer(stand_in)) for number in range(1, times + 1)]
+        found = [(number, self.host_reads.answer(stand_in)) for number in range(1, times + 1)]
         return [(number, answer) for number, answer in found if answer != stand_in]
 
 
@@ -47,7 +47,7 @@ def test_who_asks_again_and_again_gets_another_answer(program, notes, stand_in, 
 def test_a_program_that_takes_steps_does_not_wait(program, notes):
     for _ in range(3):
         assert program.reads(False, PATIENCE - 1) == []
-        program.readings.step_taken()
+        program.host_reads.step_taken()
 
     assert notes == []
 
@@ -60,31 +60,31 @@ def test_lines_are_counted_one_by_one(program):
 
 def test_a_softmax_is_read_as_equal_probabilities(program, notes):
     made = torch.empty(3, 4, device="meta")
-    program.readings.are_probabilities(made)
+    program.host_reads.are_probabilities(made)
 
-    copied = program.readings.host_copy(made, torch.float64)
+    copied = program.host_reads.host_copy(made, torch.float64)
 
     assert torch.equal(copied, torch.full((3, 4), 0.25, dtype=torch.float64))
     # Views of it too.
-    assert program.readings.host_copy(made[0], torch.float32).sum() == 1
+    assert program.host_reads.host_copy(made[0], torch.float32).sum() == 1
     assert {code for code, _ in notes} == {"stand-in-value"}
 
 
 def test_a_mask_is_read_as_true_until_the_program_waits_for_another(program):
     made = torch.empty(3, dtype=torch.bool, device="meta")
-    copies = [program.readings.host_copy(made, torch.bool).tolist() for _ in range(PATIENCE)]
+    copies = [program.host_reads.host_copy(made, torch.bool).tolist() for _ in range(PATIENCE)]
     assert copies[:-1] == [[True] * 3] * (PATIENCE - 1)
     assert copies[-1] == [False] * 3
 
 
 def test_other_tensors_are_left_to_the_caller(program, notes):
     made, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
-    assert program.readings.host_copy(other, torch.float32) is NotImplemented
-    program.readings.are_probabilities(made)
+    assert program.host_reads.host_copy(other, torch.float32) is NotImplemented
+    program.host_reads.are_probabilities(made)
 
-    assert program.readings.host_copy(other, torch.float32) is NotImplemented
+    assert program.host_reads.host_copy(other, torch.float32) is NotImplemented
     # A single number is no distribution.
-    assert program.readings.host_copy(made[0], torch.float32) is NotImplemented
+    assert program.host_reads.host_copy(made[0], torch.float32) is NotImplemented
     assert notes == []
 
 

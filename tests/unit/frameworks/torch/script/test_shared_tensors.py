@@ -22,7 +22,7 @@ def sent(value):
 @pytest.fixture
 def session():
     received = []
-    with running() as made, shared_tensors.sharing(made.simulation.places.is_simulated, received.append):
+    with running() as made, shared_tensors.sharing(made.simulation.labels.is_simulated, received.append):
         made.received = received
         yield made
 

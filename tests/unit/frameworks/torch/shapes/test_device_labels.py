@@ -5,7 +5,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from memfit.frameworks.torch.shapes.device_labels import BARE, Places, address_replacements
+from memfit.frameworks.torch.shapes.device_labels import BARE, DeviceLabels, address_replacements
 from memfit.frameworks.torch.shapes.patching import replaced
 from tests.unit.frameworks.torch.machines import machine
 
@@ -14,7 +14,7 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 @pytest.fixture
 def places():
-    return Places(FIRST)
+    return DeviceLabels(FIRST)
 
 
 def empty(*size):

@@ -107,10 +107,10 @@ def test_a_default_device_is_handed_to_the_look():
     with machine() as found:
         assert torch.get_default_device() == torch.device("cpu")
         torch.set_default_device("cuda")
-        assert found.look.default_device == torch.device("cuda")
+        assert found.device_view.default_device == torch.device("cuda")
         assert torch.get_default_device() == torch.device("cuda", 0)
         torch.set_default_device(None)
-        assert found.look.default_device is None
+        assert found.device_view.default_device is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
@@ -118,12 +118,12 @@ def test_a_default_type_is_a_default_device_and_dtype():
     with machine() as found:
         torch.set_default_tensor_type("torch.cuda.DoubleTensor")
         try:
-            assert found.look.default_device == torch.device("cuda")
+            assert found.device_view.default_device == torch.device("cuda")
             assert torch.get_default_dtype() is torch.float64
             with pytest.raises(TypeError, match="only floating-point types"):
                 torch.set_default_tensor_type(torch.cuda.LongTensor)
         finally:
             torch.set_default_tensor_type(torch.FloatTensor)
 
-        assert found.look.default_device is None
+        assert found.device_view.default_device is None
         assert torch.get_default_dtype() is torch.float32

@@ -8,8 +8,8 @@ from torch import nn
 import memfit
 from memfit.core.timeline import Category
 from memfit.core.units import MIB
-from memfit.frameworks.torch.shapes.device_labels import Places
-from memfit.frameworks.torch.simulation.device_view import Look
+from memfit.frameworks.torch.shapes.device_labels import DeviceLabels
+from memfit.frameworks.torch.simulation.device_view import DeviceView
 from tests.unit.frameworks.torch.builders import HOST, observe, run
 from tests.unit.frameworks.torch.sessions import codes, made, really, running
 
@@ -129,17 +129,17 @@ def test_real_tensors_are_shown_as_they_are():
 
 
 def test_where_devices_really_are():
-    look = Look(Places(torch.device("cuda", 0)), unreported)
+    look = DeviceView(DeviceLabels(torch.device("cuda", 0)), unreported)
 
     assert look.place("cuda:0") == look.place(0) == look.place("cuda") == torch.device("cuda", 0)
     assert look.place("cuda:1") == torch.device("cuda", 1)
     assert look.place("meta") == torch.device("meta")
     assert look.place("cpu") is None
-    assert Look(Places(torch.device("cpu")), unreported).place("cpu") == torch.device("cpu")
+    assert DeviceView(DeviceLabels(torch.device("cpu")), unreported).place("cpu") == torch.device("cpu")
 
 
 def test_numbers_stay_real_on_the_host_only_while_asked():
-    look = Look(Places(torch.device("cpu")), unreported)
+    look = DeviceView(DeviceLabels(torch.device("cpu")), unreported)
     with look:
         with look.keeping_scalars():
             kept = torch.tensor(3.0), torch.zeros(()), torch.ones((), device="cpu")
@@ -249,8 +249,8 @@ def test_plain_tensors_may_get_data_elsewhere(session):
 
 def test_others_hear_of_parameters_that_move():
     heard = []
-    places = Places(torch.device("cuda", 0))
-    look = Look(places, unreported, knows_device=True)
+    labels = DeviceLabels(torch.device("cuda", 0))
+    look = DeviceView(labels, unreported, knows_device=True)
     look.on_parameter = lambda parameter: heard.append(("there", parameter))
     look.on_departure = lambda parameter, before: heard.append(("was", before))
     weight = nn.Parameter(torch.ones(3))
@@ -498,7 +498,7 @@ def test_a_model_made_on_the_meta_device_comes_to_the_device_empty(session):
 
 
 def test_a_tensor_put_somewhere():
-    look = Look(Places(torch.device("cuda", 0)), unreported)
+    look = DeviceView(DeviceLabels(torch.device("cuda", 0)), unreported)
     real, bare = torch.ones(2, 3).t(), torch.empty(4, device="meta")
 
     for tensor in (real, bare):
@@ -513,7 +513,7 @@ def test_a_tensor_put_somewhere():
 
 def test_it_can_be_switched_on_again_inside_of_a_function():
     # GIVEN a mode that is off, as inside of functions that it handles
-    look = Look(Places(torch.device("cuda", 0)), unreported)
+    look = DeviceView(DeviceLabels(torch.device("cuda", 0)), unreported)
     tensor = torch.empty(2, device="meta")
     seen = []
     with look:
@@ -535,7 +535,7 @@ def test_it_can_be_switched_on_again_inside_of_a_function():
 
 
 def test_it_is_off_again_after_an_error():
-    look = Look(Places(torch.device("cuda", 0)), unreported)
+    look = DeviceView(DeviceLabels(torch.device("cuda", 0)), unreported)
     with pytest.raises(KeyError), look.again():
         raise KeyError
 
