@@ -15,10 +15,10 @@ if not step_times.DEFAULT_CSV.is_file():
 
 # Depthwise convolutions, grouped ones, attention, plain ones.
 SUBJECTS = (
-    ("mobilenetv2_100", "224", "nhwc", "training"),
-    ("dla60x", "224", "nchw", "training"),
-    ("vovnet39a", "224", "nchw", "inference"),
-    ("levit_256", "224", "nchw", "inference"),
+    ("mobilenetv2_100", "224", "nhwc", "training", "0"),
+    ("dla60x", "224", "nchw", "training", "0"),
+    ("vovnet39a", "224", "nchw", "inference", "0"),
+    ("levit_256", "224", "nchw", "inference", "0"),
 )
 
 

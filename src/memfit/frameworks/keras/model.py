@@ -79,7 +79,7 @@ def check_model(model: Any, *, training: bool) -> None:
     if not isinstance(model, keras.Model):
         raise BadModel(
             f"a compiled keras.Model was expected, but {type(model).__name__} was given. PyTorch modules and functions "
-            "of JAX are given with a loss and an optimizer."
+            "of JAX are given with a loss and an optimizer; memfit.Guard trains PyTorch modules."
         )
     if not getattr(model, "compiled", False):
         raise BadModel(

@@ -172,7 +172,7 @@ def seeded(seed=5):
 def streamed(num_samples=23, source=None):
     """A stream in several lanes, so that several workers have something to do."""
     source = ArraySource(numpy.arange(num_samples)) if source is None else source
-    stream = data.Stream(source, batch_size=4, memory_bytes=MIB)
+    stream = data.ArrayStream(source, batch_size=4, memory_bytes=MIB)
     stream.geometry = Geometry(num_samples, 4, 4, 6, 2)
     return stream
 
