@@ -310,6 +310,9 @@ def without_rule(func: Operator, args: Arguments, kwargs: Options, report: Repor
             return map_nested(out, shapes.shape_like)
     if not given:
         raise NotImplementedError(f"{name} has no shape rule and takes no tensor to go by")
+    if not internals.schema_of(func).returns:
+        report(NO_RULE, f"{name} has no shape rule and returns nothing; taken to need no memory of its own")
+        return None
     size = format_size(shapes.size_bytes(given[0]))
     report(NO_RULE, f"{name} has no shape rule; each output taken to be like its first argument ({size})")
     outputs = [torch.empty_like(given[0], device=META) for _ in internals.schema_of(func).returns]

@@ -521,3 +521,19 @@ def test_operators_made_of_others_take_what_these_take():
     made = forward_sizes(lambda x: F.binary_cross_entropy_with_logits(x, x), 1000)
     assert len(made) == 2
     assert made[0] == "aten.log_sigmoid_forward"
+
+
+def test_a_large_operator_that_returns_nothing_has_no_output():
+    large = torch.empty(300 * 2**20 // 4, device="meta")
+    notes = []
+
+    out = fallbacks.without_rule(
+        torch.ops.aten._fused_sgd_.default,
+        ([large], [large], []),
+        {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+        | {"is_first_step": True},
+        lambda code, text: notes.append(text),
+    )
+
+    assert out is None
+    assert notes == ["aten::_fused_sgd_ has no shape rule and returns nothing; taken to need no memory of its own"]
