@@ -218,7 +218,7 @@ def _streaming(source: Source, memory_bytes: int, batch_size: int) -> tuple[Stre
         round(block_samples * source.sample_bytes),
         geometry.num_lanes,
         stream.window_bytes // max(1, geometry.num_windows_held),
-        window_samples / block_samples,
+        num_blocks if window_samples == num_samples else window_samples / block_samples,
         same_block(window_samples),
         same_block(num_samples),
         is_sequential,

@@ -86,6 +86,18 @@ def test_few_blocks_are_warned_of(folder):
     assert inspect_data("x.npy", memory="64MiB").warnings == ()
 
 
+def test_all_blocks_in_one_window_are_no_reason_to_warn(folder):
+    """20,000 samples divided by 20,000 / 7 samples a block is a hair less than 7 blocks."""
+    rows = "".join(f"{row},{row * 0.5},{row % 7},{row * 3.0}\n" for row in range(20_000))
+    (folder / "x.csv").write_text("a,b,c,price\n" + rows)
+
+    found = inspect_data("x.csv", labels="price")
+
+    assert found.streaming.num_blocks == 7
+    assert found.streaming.blocks_per_window == 7
+    assert found.warnings == ()
+
+
 def test_few_large_chunks_are_warned_of(folder):
     h5py = pytest.importorskip("h5py")
     with h5py.File("x.h5", "w") as file:
