@@ -206,7 +206,8 @@ def load_job(target: str, arguments: argparse.Namespace) -> Job:
 def _from_file(target: str) -> Job:
     path, _, name = target.rpartition(":")
     if not path or not name:
-        raise BadTarget(f"{target!r} is not a target. Write {FORMS}.")
+        as_it_is = " For a script as it is: `memfit dryrun`, `memfit plan --script`." if target.endswith(".py") else ""
+        raise BadTarget(f"{target!r} is not a target. Write {FORMS}.{as_it_is}")
     if not os.path.isfile(path):
         raise BadTarget(
             f"there is no file {path!r} in {os.getcwd()!r}. Write FILE.py:function with a path that exists."

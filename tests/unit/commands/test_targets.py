@@ -56,6 +56,7 @@ def test_options_for_named_models_are_not_dropped_silently(script, capsys):
     ("target", "message"),
     [
         ("job", "'job' is not a target. Write FILE.py:function, timm:NAME"),
+        ("my_training.py", "For a script as it is: `memfit dryrun`, `memfit plan --script`."),
         ("my_training.py:", "is not a target. Write FILE.py:function"),
         ("elsewhere.py:job", "there is no file 'elsewhere.py' in"),
         ("my_training.py:jobb", "has no function 'jobb'. Did you mean 'job'? It must define one"),
