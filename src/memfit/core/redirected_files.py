@@ -13,7 +13,6 @@ import contextlib
 import errno
 import functools
 import io
-import itertools
 import json
 import os
 import shutil
@@ -21,10 +20,13 @@ import stat
 import sys
 import tempfile
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from memfit.core.folder_listing import LayerEntry, Listing
 
 Plain = Callable[..., Any]  # the function that a stand-in is for, which each of them gets first
 AnyPath = Any  # what open() takes: a string, bytes or a path object; a descriptor is left alone
@@ -43,6 +45,7 @@ _LIVE, _SHARED_MEMORY = ("/dev", "/proc", "/sys"), "/dev/shm"
 _MOST_LINKS = 40
 # Who asks whether a function of `os` can do something looks for that function in these.
 _CAPABILITIES = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks")
+_TABLE = "_file_openers"
 _GET_PATH = 50  # F_GETPATH of macOS
 
 _thread = threading.local()
@@ -195,6 +198,11 @@ class RedirectedFiles:
             for module, name, value in [*held_by_modules(values), *able, (builtins, "open", values[open])]:
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
+            # numpy keeps open() in a table, once it has read or written a text file.
+            table = vars(getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", object)).get(_TABLE, {})
+            if None in table:
+                stack.callback(table.__setitem__, None, table[None])
+                table[None] = self.stand_in(table[None], self._open)
             self._is_active = True
             stack.callback(setattr, self, "_is_active", False)
             yield
@@ -218,12 +226,17 @@ class RedirectedFiles:
 
     def _resolved(self, path: AnyPath, follows: bool = False) -> tuple[str, bool]:
         """The key of a path, and whether a link of the program's is on the way; the last one where it `follows`."""
-        whole = os.path.abspath(os.fsdecode(path))
+        given = os.fsdecode(path)
+        if not given:
+            raise _missing(path)
+        # Not normalized: after a link, ".." is the folder above what it leads to.
+        has_parents = os.pardir in given.split(os.sep)
+        whole = os.path.join(os.getcwd(), given) if has_parents else os.path.abspath(given)
         if is_within(whole, self._layer):
             whole = whole[len(self._layer) :]
-        elif _is_live(whole) or is_within(whole, self._folder):
+        elif not has_parents and (_is_live(whole) or is_within(whole, self._folder)):
             return whole, False
-        if not os.path.exists(self._links):
+        if not has_parents and not os.path.exists(self._links):
             # As the system resolves it, which is quick.
             folder, name = os.path.split(whole)
             if folder not in self._folders:
@@ -235,6 +248,8 @@ class RedirectedFiles:
         while names:
             name = names.pop()
             here = os.path.normpath(os.path.join(current, name))
+            if names and self._in_layer(here) is None and self._is_hidden(here):
+                raise _missing(path)
             link, is_own = self._link_at(here) if names or follows else ("", False)
             if link:
                 names += link.split(os.sep)[::-1]
@@ -288,6 +303,9 @@ class RedirectedFiles:
         if os.path.lexists(key) and not self._is_hidden(key):
             os.makedirs(os.path.dirname(self._layer + key), exist_ok=True)
             os.symlink(key, self._gone(key))
+            if os.path.islink(key):
+                # The system would still follow it.
+                Path(self._links).touch()
             self._report(KEPT, f"{key} is yours and was not removed")
 
     def _prepared(self, key: str) -> str:
@@ -296,6 +314,9 @@ class RedirectedFiles:
         if self._is_hidden(folder) or not os.path.isdir(folder):
             raise _missing(key)
         os.makedirs(self._layer + folder, exist_ok=True)
+        if _is_folder(self._layer + key):
+            # It holds what the program removed there before it removed the folder, which is marked itself.
+            shutil.rmtree(self._layer + key)
         self._report(REDIRECTED, f"{key} was not touched; what was saved there is discarded at the end")
         return self._layer + key
 
@@ -354,8 +375,19 @@ class RedirectedFiles:
 
     def _connect(self, plain: Plain, database: AnyPath, *args: Any, **kwargs: Any) -> Any:
         """For `sqlite3.connect`."""
-        is_file = not kwargs.get("uri") and database not in ("", b"", ":memory:", b":memory:")
+        if kwargs.get("uri") and os.fsdecode(database).startswith("file:"):
+            return plain(self._database_of(os.fsdecode(database)), *args, **kwargs)
+        is_file = database not in ("", b"", ":memory:", b":memory:")
         return plain(self._opened(database, "a") if is_file else database, *args, **kwargs)
+
+    def _database_of(self, uri: str) -> str:
+        parts = urllib.parse.urlsplit(uri)
+        path, options = urllib.parse.unquote(parts.path), urllib.parse.parse_qs(parts.query)
+        if path in ("", ":memory:") or options.get("mode") == ["memory"]:
+            return uri
+        only_reads = options.get("mode") == ["ro"] or options.get("immutable") == ["1"]
+        place = os.path.abspath(self._opened(path, "r" if only_reads else "a"))
+        return urllib.parse.urlunsplit(parts._replace(path=urllib.parse.quote(place)))
 
     def _truncate(self, plain: Plain, path: AnyPath, length: int) -> None:
         plain(self._opened(path, "r+"), length)
@@ -407,6 +439,8 @@ class RedirectedFiles:
             # What may hold shapes, or is the user's, becomes no new file.
             is_real = self._is_real(destination, is_opened=may_go and not is_own)
             place = destination if is_real else self._prepared(destination)
+        if os.path.lexists(place) and (os.path.islink(place) or os.path.islink(here)):
+            os.remove(place)  # a copy would follow it
         if may_go:
             shutil.move(here, place)
         else:
@@ -416,6 +450,12 @@ class RedirectedFiles:
         self._hide(source)
 
     def _rename_folder(self, plain: Plain, source: str, destination: str) -> None:
+        if source == destination:
+            return
+        if is_within(destination, source):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), source, None, destination)
+        if not os.path.isdir(os.path.dirname(destination)) or self._is_hidden(os.path.dirname(destination)):
+            raise _missing(destination)
         made = _made(self._folder)
         is_own = source in made or (self._is_real(source) and self._is_real(destination))
         if not is_own or os.path.lexists(destination):
@@ -455,6 +495,8 @@ class RedirectedFiles:
         key, _ = self._resolved(_whole(path, dir_fd))
         self._check_free(key)
         if self._is_hidden(key) and _is_folder(key):
+            for name in os.listdir(key):
+                self._hide(os.path.join(key, name))
             os.remove(self._gone(key))
             return
         if self._is_hidden(os.path.dirname(key)):
@@ -495,7 +537,7 @@ class RedirectedFiles:
         with plain(place) as entries:
             shown = [entry for entry in entries if os.fsdecode(entry.name) not in hidden]
         given = "" if path is None or isinstance(path, int) else os.fspath(path)
-        return _Listing(shown, (_LayerEntry(folder, given, name) for name in added))
+        return Listing(shown, (LayerEntry(folder, given, name) for name in added))
 
     def _listed(self, path: AnyPath) -> tuple[AnyPath, str, list[str], set[str]]:
         """The folder to list, its key, names that are to be shown in addition, and those of its own that are not."""
@@ -509,45 +551,6 @@ class RedirectedFiles:
                 elif not entry.is_dir(follow_symlinks=False):
                     added.append(entry.name)
         return place, folder, added, hidden.union(added)
-
-
-class _LayerEntry:
-    """A file of the layer, or a link, in a listing of the folder where the program has put it."""
-
-    def __init__(self, folder: str, given: Any, name: str) -> None:
-        self._key = os.path.join(folder, name)
-        self.name: Any = os.fsencode(name) if isinstance(given, bytes) else name
-        self.path = os.path.join(given, self.name)
-
-    def __fspath__(self) -> Any:
-        return self.path
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return os.stat(self._key, follow_symlinks=follow_symlinks)
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return follow_symlinks and os.path.isdir(self._key)
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isfile(self._key) and (follow_symlinks or not self.is_symlink())
-
-    def is_symlink(self) -> bool:
-        return os.path.islink(self._key)
-
-    def inode(self) -> int:
-        return self.stat(follow_symlinks=False).st_ino
-
-
-class _Listing(itertools.chain[Any]):
-    """Entries of a folder, as os.scandir gives them."""
-
-    def __enter__(self) -> "_Listing":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """It holds nothing open."""
-
-    close = __exit__
 
 
 def held_by_modules(values: Mapping[Any, Any]) -> list[tuple[ModuleType, str, Any]]:

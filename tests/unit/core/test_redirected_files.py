@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 
+import numpy
 import pytest
 
 from memfit.core import redirected_files
@@ -533,3 +534,92 @@ def test_everything_is_restored(here, tmp_path):
     assert (here / "new.pt").exists()
     kept_remove("old.pt")
     assert not (here / "old.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path: pathlib.Path(path).write_bytes(b"new"),
+        lambda path: os.remove(path),
+        lambda path: os.truncate(path, 1),
+        lambda path: os.rename(path, "renamed"),
+        lambda path: os.utime(path, (5, 5)),
+        lambda path: shutil.rmtree(os.path.dirname(path)),
+    ],
+    ids=["write", "remove", "truncate", "rename", "utime", "rmtree"],
+)
+def test_a_folder_above_is_that_of_what_a_link_leads_to(use, here, overlay):
+    elsewhere = here.parent / "elsewhere"
+    with unredirected():
+        (elsewhere / "run").mkdir(parents=True)
+        (elsewhere / "out").mkdir()
+        (elsewhere / "out" / "model.pt").write_bytes(THE_USERS)
+        (here / "latest").symlink_to(elsewhere / "run")
+        before = state(elsewhere)
+    use("latest/../out/model.pt")
+    with unredirected():
+        assert state(elsewhere) == before
+        os.remove(here / "latest")
+
+
+@pytest.mark.parametrize("uri", ["file:numbers.db", "file://{here}/numbers.db?mode=rwc", "file:{here}/numbers.db"])
+def test_databases_named_by_uri_are_kept_apart(uri, here, overlay):
+    connection = sqlite3.connect(uri.format(here=here), uri=True)
+    with connection:
+        connection.execute("insert into numbers values (5)")
+    connection.close()
+    connection = sqlite3.connect("file:numbers.db?mode=ro", uri=True)
+    assert connection.execute("select number from numbers").fetchall() == [(5,)]
+    connection.close()
+    sqlite3.connect("file:shared?mode=memory&cache=shared", uri=True).close()
+
+
+def test_a_removed_folder_gives_way_to_a_file_or_a_link(here, overlay):
+    shutil.rmtree("data")
+    os.symlink("runs", "data")
+    assert os.listdir("data") == ["best.ckpt"]
+    os.remove("data")
+    pathlib.Path("data").write_text("a file")
+    assert pathlib.Path("data").read_text() == "a file"
+    os.remove("data")
+    os.mkdir("data")
+    assert os.listdir("data") == []
+
+
+def test_a_removed_link_leads_nowhere(here, overlay):
+    assert os.path.exists("last/best.ckpt")
+    os.remove("last")
+    assert not os.path.exists("last/best.ckpt")
+
+
+def test_a_link_of_the_users_replaces_a_file(here, overlay):
+    pathlib.Path("notes.txt").write_text("new")
+    os.replace("last.pt", "notes.txt")
+    assert os.readlink("notes.txt") == "model.pt"
+
+
+def test_a_folder_is_renamed_where_the_system_renames_it(here, overlay):
+    os.rename("data", "data")
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.rename("data", "data/inside")
+    with pytest.raises(FileNotFoundError):
+        os.rename("data", "missing/data")
+    assert os.listdir("data") == ["a.bin"]
+
+
+def test_a_link_of_the_programs_to_a_file_of_the_users_is_replaced_not_followed(here, overlay):
+    os.symlink(here / "model.pt", "latest.pt")
+    os.replace("notes.txt", "latest.pt")
+    assert not os.path.islink("latest.pt")
+    assert pathlib.Path("latest.pt").read_bytes() == THE_USERS
+
+
+def test_numpy_that_has_read_text_before_writes_apart(here, tmp_path):
+    (here / "table.txt").write_text("1 2 3\n")
+    numpy.loadtxt(here / "table.txt")
+    with Overlay(tmp_path / "own").files.in_place():
+        numpy.savetxt(here / "table.txt", [4, 5])
+        assert numpy.loadtxt(here / "table.txt").tolist() == [4, 5]
+    assert (here / "table.txt").read_text() == "1 2 3\n"
+    numpy.savetxt(here / "table.txt", [6])
+    assert numpy.loadtxt(here / "table.txt") == 6
