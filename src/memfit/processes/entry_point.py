@@ -29,6 +29,8 @@ from memfit.processes.limits import has_devices
 _SURELY_ENOUGH_BYTES = 256 * MIB
 # The caching allocators of PyTorch ask a device for no less.
 _DEVICE_SEGMENT_BYTES = 2 * MIB
+# Of anything that a script is asked for a number of.
+_MOST = 2**31 - 1
 _IMPORT = re.compile(r"^\s*(?:from\s+|import\s+(?:[\w.]+(?:\s+as\s+\w+)?\s*,\s*)*)(?:keras|tensorflow)\b", re.MULTILINE)
 _CHOICE = re.compile(r"KERAS_BACKEND[\"']\]?\s*(?:,|=)\s*[\"'](\w+)[\"']")
 _DEFAULT = "tensorflow"
@@ -72,10 +74,12 @@ def _interpreter_bytes() -> int:
 
 
 def checked_arguments(arguments: Iterable[str], **least: tuple[int, int]) -> tuple[str, ...]:
-    """The script's arguments; refuses a single text, and options (value, least) below their least value."""
+    """The script's arguments; refuses a single text, and options (value, least) below their least value or too large."""
     for option, (value, smallest) in least.items():
         if value < smallest:
             raise BadInput(f"{option} must be at least {smallest}, but {value} was given.")
+        if value > _MOST:
+            raise BadInput(f"{option} must be at most {_MOST:,}, but {value} was given.")
     if isinstance(arguments, str):
         raise BadInput(f"arguments must be a list such as {arguments.split()!r}, but the text {arguments!r} was given.")
     return tuple(map(str, arguments))

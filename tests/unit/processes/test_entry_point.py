@@ -7,7 +7,7 @@ import pytest
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.units import GIB, MIB
 from memfit.processes import entry_point as target
-from memfit.processes.entry_point import find_target, keras_backend
+from memfit.processes.entry_point import checked_arguments, find_target, keras_backend
 
 
 @pytest.fixture
@@ -226,3 +226,11 @@ def test_modules_are_read_too(tmp_path, monkeypatch):
 
     assert keras_backend("trains_with_keras", module=True) == "tensorflow"
     assert keras_backend("no_such_module_here", module=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"), [(0, "at least 1, but 0"), (10**30, f"at most 2,147,483,647, but {10**30}")]
+)
+def test_numbers_of_steps_are_within_bounds(steps, message):
+    with pytest.raises(BadInput, match=f"steps must be {message} was given"):
+        checked_arguments([], steps=(steps, 1))
