@@ -74,7 +74,7 @@ def _interpreter_bytes() -> int:
 
 
 def checked_arguments(arguments: Iterable[str], **least: tuple[int, int]) -> tuple[str, ...]:
-    """The script's arguments; refuses a single text, and options (value, least) below their least value or too large."""
+    """The script's arguments; refuses a single text, and options (value, least) beyond what they can be."""
     for option, (value, smallest) in least.items():
         if value < smallest:
             raise BadInput(f"{option} must be at least {smallest}, but {value} was given.")

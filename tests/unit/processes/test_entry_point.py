@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from memfit import api  # noqa: F401  (names what runs a supervised script)
 from memfit.core.errors import BadInput, BadTarget
 from memfit.core.units import GIB, MIB
 from memfit.processes import entry_point as target
