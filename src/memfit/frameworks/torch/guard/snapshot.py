@@ -70,7 +70,7 @@ class RandomState:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple):
+    if isinstance(one, list | tuple) and {*map(type, one)} != {int}:
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
@@ -205,7 +205,12 @@ class Attributes:
 
     def _counted(self) -> set[str]:
         numbers = ((own, n, v) for own, values in self._values for n, v in values.items() if type(v) in (int, float))
-        return {name for own, name, value in numbers if own.get(name) != value}
+        # What has become a tensor is no counter, and comparing it would wait for the device.
+        return {
+            name
+            for own, name, value in numbers
+            if own.get(name) is not value and type(own.get(name)) in (int, float) and own[name] != value
+        }
 
 
 class WindowSnapshot:

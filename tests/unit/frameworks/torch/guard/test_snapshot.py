@@ -176,6 +176,18 @@ def test_attributes_come_back():
     assert model.calls == 2
 
 
+def test_only_numbers_that_stay_numbers_count():
+    model = type("Counting", (nn.Module,), {})()
+    model.passes, model.penalty, model.limit = 0, 0.0, float("nan")
+    attributes = Attributes(model)
+    attributes.remember()
+
+    model.passes, model.penalty = 1, torch.ones(3)
+    attributes.forget()
+
+    assert attributes.changed() == {"passes"}
+
+
 def test_modules_of_the_loss_come_back_and_are_let_go():
     model, other = nn.Sequential(nn.BatchNorm1d(3)), Counting()
     snapshot = WindowSnapshot(model)
