@@ -190,6 +190,7 @@ class Attempts:
         self._base = replace(planned, micro_batches=1, micro_batch_size=0)
         self._level = 0
         self._bounds = _Bounds(planned.micro_batch_size * size.elements_per_sample or None)
+        self._trial = None
         self._planned_size = 0
         return True
 
@@ -241,7 +242,7 @@ class Attempts:
         )
         self._planned_size = int(data.get("planned_size", 0))
         self._least = int(data.get("least", 1))
-        self.replan = None
+        self.replan = self._trial = None
         if not resumes:
             return
         self._grow_after = int(data.get("grow_after", self._grow_after))
@@ -265,7 +266,11 @@ class Attempts:
         """No micro-batch may have more samples than this, as a supervisor says."""
         self._planned_size = 0
         most = samples * size.elements_per_sample
-        self._bounds.most = most if self._bounds.most is None else min(most, self._bounds.most)
+        self._bounds.most = min(most, self._bounds.most or most)
+        if self._trial is not None:
+            # A trial that the supervisor had to end isn't repeated by the run that goes on.
+            level, on_trial = self._trial
+            self._trial = level, min(most, on_trial or most)
 
     # Between processes.
 

@@ -179,6 +179,34 @@ def test_a_supervisor_bounds_the_micro_batch():
     assert attempts.settings(BatchSize(64, 2.0)).micro_batch_size == 16
 
 
+def test_a_supervisor_bounds_a_trial_that_a_resumed_run_goes_on_with():
+    size = BatchSize(64, 2.0)
+    killed, later = (Attempts(Settings(), Fallbacks(grow_after=2)) for _ in range(2))
+    play(killed, size, 16)
+    while killed.to_json()["trial"] is None:
+        killed.succeeded(size)
+    on_trial = killed.settings(size).micro_batch_size
+    later.load(json.loads(json.dumps(killed.to_json())), resumes=True)
+
+    later.bound(size, 10)
+
+    assert on_trial > 10
+    assert later.settings(size).micro_batch_size <= 10
+
+
+def test_what_another_run_has_found_out_ends_a_trial():
+    size = BatchSize(64)
+    attempts = Attempts(Settings(), Fallbacks(grow_after=2))
+    play(attempts, size, 16)
+    finding = attempts.to_json()
+    while attempts.to_json()["trial"] is None:
+        attempts.succeeded(size)
+
+    attempts.load(finding)
+
+    assert attempts.settings(size).micro_batch_size == 16
+
+
 def test_the_neediest_process_decides():
     needy, other = (
         Attempts(Settings(), Fallbacks(stronger=(BLOCKS,))),
