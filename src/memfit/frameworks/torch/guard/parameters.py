@@ -172,8 +172,7 @@ def refusing(path: Path) -> Iterator[None]:
 
 def write(model: Any, path: Path) -> None:
     """Writes the values of a model's parameters and buffers; the file appears whole or not at all."""
-    if not isinstance(model, torch.nn.Module):
-        raise BadModel(f"expected a torch.nn.Module, but {type(model).__name__} was given.")
+    _check_module(model)
     encoder = TensorEncoder()
     tree = encode_module(model, encoder)
     if encoder.shards:
@@ -195,13 +194,19 @@ def write(model: Any, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read(model: torch.nn.Module, path: Path) -> None:
+def read(model: Any, path: Path) -> None:
     """Gives a model the values in a file, one tensor at a time; what isn't of this model changes nothing."""
+    _check_module(model)
     loading = Loading(path)
     with refusing(path):
         loading.add_module(path, model)
         loading.load_others()
     loading.copy()
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"expected a torch.nn.Module, but {type(model).__name__} was given.")
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -131,6 +131,14 @@ def test_what_a_module_keeps_beside_its_tensors_comes_back(tmp_path):
     assert torch.equal(other.extra["scales"][1], torch.ones(3))
 
 
+def test_parameters_are_given_to_models_alone(tmp_path):
+    """What is wrong is the argument, and not the file."""
+    write(nn.Linear(2, 2), tmp_path / "kept.safetensors")
+
+    with pytest.raises(BadModel, match=r"expected a torch\.nn\.Module, but dict was given"):
+        read({}, tmp_path / "kept.safetensors")
+
+
 def test_what_is_no_model_or_can_not_be_written_without_pickle_is_refused(tmp_path):
     with pytest.raises(BadModel, match=r"expected a torch\.nn\.Module, but dict was given"):
         write({}, tmp_path / "file")
