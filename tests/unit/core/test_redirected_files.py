@@ -438,6 +438,20 @@ def test_an_older_checkpoint_that_is_renamed_stays_and_looks_renamed(overlay):
         os.rename("model.pt", "again.pt")
 
 
+@pytest.mark.parametrize("rename", RENAMING[:2])
+def test_a_folder_that_is_renamed_to_itself_or_into_itself_stays(overlay, rename):
+    os.mkdir("empty")
+    shown = sorted(os.listdir("checkpoint-1"))
+
+    rename("checkpoint-1", "checkpoint-1")
+    rename("empty", "empty")
+    with pytest.raises(OSError, match="Invalid argument"):
+        rename("checkpoint-1", "checkpoint-1/inner")
+
+    assert sorted(os.listdir("checkpoint-1")) == shown == ["trainer_state.json"]
+    assert os.listdir("empty") == []
+
+
 def test_a_folder_that_is_renamed(overlay):
     os.makedirs("staging")
     write("staging/model.pt")
