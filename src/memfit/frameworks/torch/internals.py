@@ -353,9 +353,9 @@ def _set_known(holder: Any, **values: Any) -> None:
 # Modules, optimizers and tensors.
 
 
-def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
-    """Whether hooks are called when a parameter's gradient is there."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+def has_hooks(parameter: torch.Tensor, *, after_accumulation: bool) -> bool:
+    """Whether hooks are called with a parameter's gradient, or once it is added up."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks" if after_accumulation else "_backward_hooks", None))
 
 
 def renew_hooks_after_accumulation(parameter: Any) -> None:

@@ -88,7 +88,7 @@ class HookedUpdates:
             for parameter in {id(each): each for each in model.parameters()}.values():
                 # Where somebody else holds the parameter, so that it can't be exchanged, it gets a copy without hooks.
                 with suppress(RuntimeError):
-                    if internals.has_hooks_after_accumulation(parameter):
+                    if internals.has_hooks(parameter, after_accumulation=True):
                         self._exchange(parameter, copies, stack)
                         self.present = True
             yield

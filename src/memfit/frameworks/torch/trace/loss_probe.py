@@ -6,8 +6,10 @@ predicts the one from the other: a mean over samples, a sum, a mean over the ele
 predicts it to rounding, for several ways to part and for batches changed so that hypotheses disagree (labels set to
 the ignored value, masks shortened), is the answer. Where nothing does, samples are compared with each other.
 
-Runs are forward only, on copies; dropout and batch norm are set to evaluation mode, because micro-batches treat them
-apart, and the random numbers of the loss itself are coupled to samples (`coupled_random`).
+A loss may add up while its gradient doesn't: where it is divided by its own value, held constant. So gradients along
+one direction must add up in the same way. Other runs are forward only, all of them on copies; dropout and batch norm
+are set to evaluation mode, because micro-batches treat them apart, and the random numbers of the loss itself are
+coupled to samples (`coupled_random`).
 """
 
 import math
@@ -47,6 +49,7 @@ from memfit.frameworks.torch.trace.loss_hypotheses import (
     shortened,
     spread,
 )
+from memfit.frameworks.torch.trace.loss_slopes import directions, slope
 from memfit.frameworks.torch.trace.real_runs import held_by, restoring
 
 MAX_SAMPLES = 8
@@ -234,6 +237,8 @@ class _Probe:
         self.ran_out = False
         """Whether memory ran out with few samples."""
         self._num_positions: int | None = None  # to which sequences are cut
+        self._directions: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        """Parameters and a direction in which the slope of the loss is taken instead of the loss."""
         self._started = time.process_time()
 
     def run(self) -> Found:
@@ -295,11 +300,15 @@ class _Probe:
         # Losses may change what they are given.
         part = map_tensors(part_of(batch, start, stop), lambda tensor: tensor.detach().clone())
         mode = CoupledRandom(start, stop, num_samples)
-        with random_states_kept(), torch.set_grad_enabled(self._needs_gradients), warnings.catch_warnings(), mode:
+        needs_gradients = self._needs_gradients or bool(self._directions)
+        with random_states_kept(), torch.set_grad_enabled(needs_gradients), warnings.catch_warnings(), mode:
             # What a user's code has to say about a part is no news for the user.
             warnings.simplefilter("ignore")
             try:
                 result = self._loss(self._model, part)
+                value = Loss.read(result, mode.narrowest)
+                if value is not None and self._directions:
+                    value = slope(result, value, self._directions)
             except Exception as error:
                 self.ran_out |= recognise(error) is not None
                 text = text_of(error)[:200]
@@ -310,11 +319,10 @@ class _Probe:
                 self._weighs_classes |= mode.weighs_classes
                 self.draws |= mode.num_draws > 0
                 self._num_classes = mode.num_classes or mode.num_picked
-                value = Loss.read(result, mode.narrowest)
                 failure = f"the loss function returned {type(result).__name__}, not a scalar tensor"
         if value is not None:
             return value
-        if self._needs_gradients:
+        if needs_gradients:
             raise _Failed(failure)
         # Losses with a gradient penalty differentiate on their way.
         self._needs_gradients = True
@@ -342,7 +350,15 @@ class _Probe:
                 return self._explain(observation, counts=all(one.weighting.kind == "count" for one in before))
         plainest_first = sorted(survivors, key=lambda hypothesis: hypothesis.order)
         best = next((one for one in plainest_first if self._is_told_apart(one, observations)), None)
-        if best is None and any(hypothesis.weighting.kind == "samples" for hypothesis in survivors):
+        mean = next((one for one in survivors if one.weighting.kind == "samples"), None)
+        likeliest = best or mean
+        if likeliest is not None and self._gradient_differs(likeliest, real):
+            text = (
+                f"the loss may be {likeliest.describe()}, but its gradient isn't: a part of it is held constant, as "
+                f"where it is divided by its own value (loss / loss.detach()). {_WHAT_TO_DO}"
+            )
+            return Found(None, text, Origin.MEASURED)
+        if best is None and mean is not None:
             return _assumed("the losses of the probed samples are too much alike to tell how they add up")
         if best is None or (self._weighs_classes and best.weighting.kind != "given"):
             return self._explain(real)
@@ -351,6 +367,26 @@ class _Probe:
                 return self._explain(observation)
         number = f"found with {real.num_samples} samples: the loss is {best.describe()}"
         return Found(best.weighting, number, Origin.MEASURED)
+
+    def _gradient_differs(self, best: Hypothesis, real: Observation) -> bool:
+        """Whether slopes of a few samples don't add up as their losses do; False where that can't be told."""
+        ran_out = self.ran_out
+        self._directions = directions(self._modules()) if self._has_time() else []
+        if not self._directions:
+            return False
+        try:
+            for few, cut in ((part_of(real.batch, 0, 2), 1), (real.batch, real.cut)):
+                found = self._try(few, cut)
+                if found is not None and best.weighs_both(found):
+                    floor = max(loss.floor for loss in (found.first, found.second, found.whole))
+                    return not best.holds(replace(found, whole=replace(found.whole, rounding=0.0, floor=floor)))
+            return False
+        finally:
+            self._directions, self.ran_out = [], ran_out
+
+    def _modules(self) -> list[torch.nn.Module]:
+        """The model, and what modules the loss function holds."""
+        return [self._model, *(held for held in held_by(self._loss) if isinstance(held, torch.nn.Module))]
 
     def _closer_looks(self, real: Observation) -> Iterator[Observation]:
         """More samples at once, by whose number a loss may branch; and 64 bits, in which small terms show.
@@ -367,7 +403,7 @@ class _Probe:
             if found is None:
                 break
             yield found
-        modules = [self._model, *(held for held in held_by(self._loss) if isinstance(held, torch.nn.Module))]
+        modules = self._modules()
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         # Of others there are no copies: the user's own would become others.
         are_copied = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors) and not any(
