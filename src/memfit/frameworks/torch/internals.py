@@ -39,6 +39,7 @@ _PATHS = {
     "allowed_globals": "torch._weights_only_unpickler._get_allowed_globals",
     "apply_to_module": "torch.nn.Module._apply",
     "below_autograd": "torch._C._AutoDispatchBelowAutograd",
+    "clear_compiler_caches": "torch._inductor.utils.clear_inductor_caches",
     "compile_fx_module": "torch._inductor.compile_fx",
     "CompilerCallback": "torch._dynamo.convert_frame.CatchErrorsWrapper",
     "CompilerContext": "torch._dynamo.eval_frame._TorchDynamoContext",
