@@ -55,7 +55,7 @@ def _note_uses(plain: Callable[..., Any], scheduling: Any, schedule: list[Any], 
     if not _is_plain(nodes, kernel):
         return plain(scheduling, schedule, kernel)
     loops = kernel.features.is_reduction() and any(tree.is_loop for tree in kernel.range_trees)
-    removed = internals.graph_being_compiled().removed_buffers
+    removed = internals.inductor_of_thread.graph.removed_buffers
     with kernel:
         for node in nodes:
             node.decide_inplace_update()
