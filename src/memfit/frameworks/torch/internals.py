@@ -39,6 +39,7 @@ _PATHS = {
     "allowed_globals": "torch._weights_only_unpickler._get_allowed_globals",
     "apply_to_module": "torch.nn.Module._apply",
     "below_autograd": "torch._C._AutoDispatchBelowAutograd",
+    "clear_compiler_caches": "torch._inductor.utils.clear_inductor_caches",
     "compile_fx_module": "torch._inductor.compile_fx",
     "CompilerCallback": "torch._dynamo.convert_frame.CatchErrorsWrapper",
     "CompilerContext": "torch._dynamo.eval_frame._TorchDynamoContext",
@@ -81,6 +82,7 @@ _PATHS = {
     "has_kernel": "torch._C._dispatch_has_kernel_for_dispatch_key",
     "include_dispatch_key": "torch._C._IncludeDispatchKeyGuard",
     "inductor_config": "torch._inductor.config",
+    "inductor_of_thread": "torch._inductor.virtualized.V",
     "inductor_scheduler_module": "torch._inductor.scheduler",
     "InductorWrapper": "torch._inductor.codegen.wrapper.PythonWrapperCodegen",
     "is_dispatch_key_excluded": "torch._C._dispatch_tls_is_dispatch_key_excluded",
@@ -372,11 +374,6 @@ def checks_program(function: Any) -> bool:
 def compiler(*, loads: bool = False) -> Any:
     """The compiler's module; None where it isn't loaded, unless it `loads` now."""
     return NAMES.find("torch._dynamo") if loads else sys.modules.get("torch._dynamo")
-
-
-def graph_being_compiled() -> Any:
-    """The graph that Inductor lowers in this thread."""
-    return NAMES.find("torch._inductor.virtualized.V").graph
 
 
 @contextmanager

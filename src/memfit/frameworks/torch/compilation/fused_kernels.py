@@ -66,7 +66,7 @@ def kernel_of(nodes: Iterable[Any], removed: Iterable[str]) -> FusedKernel:
     """
     fused = [node for node in nodes if isinstance(node, internals.SchedulerNode)]
     made = {write.name for node in fused for write in node.read_writes.writes}
-    gone = {*removed, *internals.graph_being_compiled().removed_buffers}
+    gone = {*removed, *internals.inductor_of_thread.graph.removed_buffers}
     read = _traffic(fused, lambda node: node.read_writes.reads, gone | made)
     written = _traffic(fused, lambda node: node.read_writes.writes, gone)
     return FusedKernel(read + written, written)
@@ -74,7 +74,7 @@ def kernel_of(nodes: Iterable[Any], removed: Iterable[str]) -> FusedKernel:
 
 def _traffic(nodes: list[Any], accesses: Callable[[Any], Iterable[Any]], left_out: set[str]) -> int:
     """Bytes of the buffers that these nodes access, each part of a buffer once."""
-    graph = internals.graph_being_compiled()
+    graph = internals.inductor_of_thread.graph
     sizes: dict[str, int] = {}
     for node in nodes:
         # An index that depends on data touches one element for each that is computed.

@@ -9,7 +9,8 @@ A kernel that goes over its data in several loops must keep what is written in o
 what is made of their results alone, stay at hand. The few kernels of other kinds are written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def leaves_out(is_on: Callable[[], bool]) -> list[Replacement]:
         # For logs, and a cache that isn't used.
         around(torch.fx.GraphModule, "print_readable", lambda plain, graph, *arguments, **options: "", is_on),
         around(internals.compile_fx_module, "wrap_compiler_debug", _as_it_is, is_on),
+        around(internals.compile_fx_module, "with_fresh_cache_if_config", _fresh_caches, is_on),
         around(scheduling, "codegen_comment", lambda plain, *arguments, **options: None, is_on),
     ]
 
@@ -37,13 +39,23 @@ def _as_it_is(plain: Callable[..., Any], compiler: Callable[..., Any], **options
     return compiler
 
 
+@contextmanager
+def _fresh_caches(plain: Callable[..., Any]) -> Iterator[None]:
+    """Caches in memory are empty before and after, without the folder for compiled kernels that is never removed."""
+    internals.clear_compiler_caches()
+    try:
+        yield
+    finally:
+        internals.clear_compiler_caches()
+
+
 def _note_uses(plain: Callable[..., Any], scheduling: Any, schedule: list[Any], kernel: Any) -> Any:
     """Tells a kernel what it reads and writes, as if it had been written."""
     nodes = [entry for entry in schedule if not isinstance(entry, type)]
     if not _is_plain(nodes, kernel):
         return plain(scheduling, schedule, kernel)
     loops = kernel.features.is_reduction() and any(tree.is_loop for tree in kernel.range_trees)
-    removed = internals.graph_being_compiled().removed_buffers
+    removed = internals.inductor_of_thread.graph.removed_buffers
     with kernel:
         for node in nodes:
             node.decide_inplace_update()
@@ -77,6 +89,8 @@ def _is_plain(nodes: list[Any], kernel: Any) -> bool:
     usual = (internals.MemoryDependency, internals.WeakDependency)
     return (
         not getattr(kernel, "cooperative_reduction", False)
+        # How many partial sums its workspace holds is known when it has been written.
+        and not getattr(kernel, "mix_order_reduction", False)
         and all(isinstance(node, internals.SchedulerNode) for node in nodes)
         and all(isinstance(read, usual) for node in nodes for read in node.read_writes.reads)
         # Additions by many threads at a time are no results to be read again.

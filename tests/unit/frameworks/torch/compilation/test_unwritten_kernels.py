@@ -41,6 +41,11 @@ def scores():
     return Scores(), torch.zeros(300, dtype=torch.int64)
 
 
+def many_rows():
+    """A layer norm whose backward sums over rows and over columns in one kernel."""
+    return nn.Sequential(nn.Linear(8, 640), nn.LayerNorm(640)), torch.empty(8192, 8)
+
+
 def blocks(made):
     model, batch = made
     step = trace.Step(torch.compile(model), lambda m, b: m(b).sum(), batch, optimizer=torch.optim.SGD)
@@ -49,7 +54,7 @@ def blocks(made):
     return [(b.op, b.size_bytes, b.start, b.end) for b in traced.timeline.blocks]
 
 
-@pytest.mark.parametrize("make", [mixed, convolutions, scores])
+@pytest.mark.parametrize("make", [mixed, convolutions, scores, many_rows])
 def test_buffers_are_those_of_kernels_that_are_written(make, monkeypatch):
     numbers = {"left out": 0}
 
@@ -71,3 +76,20 @@ def test_elsewhere_the_compiler_writes_its_kernels():
     blocks(mixed())
 
     assert internals.KernelScheduling.codegen_node_schedule_with_kernel is kernels
+
+
+@pytest.mark.skipif(
+    not getattr(internals.inductor_config.triton, "mix_order_reduction", False), reason="this release has no such sums"
+)
+def test_sums_over_rows_and_columns_at_once_take_a_workspace():
+    # A row of partial sums for each 16 rows, of the gradients of the weight and of the bias.
+    partial_sums_bytes = 2 * (8192 // 16) * 640 * 4
+
+    assert ("inductor", partial_sums_bytes) in [block[:2] for block in blocks(many_rows())]
+
+
+def test_no_folder_is_left_in_the_compilers_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    blocks(mixed())
+
+    assert list(tmp_path.iterdir()) == []
