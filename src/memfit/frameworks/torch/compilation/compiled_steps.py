@@ -99,6 +99,7 @@ class CompiledSteps:
         self._is_open = False
         self._is_compiling = False
         self._codes: dict[Any, None] = {}
+        self._is_unanswered = False  # whether something was to be compiled, and neither a graph nor an error came of it
         self.num_graphs = 0
         """How many graphs have been compiled."""
 
@@ -130,6 +131,11 @@ class CompiledSteps:
                 ),
             ):
                 yield
+            if self._is_unanswered:
+                text = (
+                    f"torch.compile of PyTorch {torch.__version__} made no graph on shapes, so it is counted as eager"
+                )
+                self._report(NOT_COMPILED, text)
         finally:
             self._compiler.close()
             # Nothing compiled here may ever run on real tensors.
@@ -151,11 +157,13 @@ class CompiledSteps:
         if not self._met(frame) or frame.f_code is internals.flex_attention.__code__:
             return internals.uncompiled_frame()
         with self._compiling():
+            self._is_unanswered = self._is_unanswered or not self.num_graphs
             try:
                 self._open()
                 with internals.breaks_allowed(callback):
                     return plain(callback, frame, *arguments)
             except Exception as error:
+                self._is_unanswered = False
                 self._report(NOT_COMPILED, not_compiled(error))
                 return internals.uncompiled_frame()
 
@@ -208,6 +216,7 @@ class CompiledSteps:
                 self._note_modes(config)
             patches = {**asked, **_LEFT_OUT}
             self.num_graphs += 1
+            self._is_unanswered = False
             options["inner_compile"] = config.patch(patches)(inner)
             with config.patch(patches), ExitStack() as stack:
                 if not self._on_cuda:

@@ -22,16 +22,18 @@ from memfit.frameworks.torch.shapes.patching import Replacement, around
 def leaves_out(is_on: Callable[[], bool]) -> list[Replacement]:
     """What stands in for parts of the compiler while `is_on`."""
     scheduling = internals.triton_module.TritonScheduling
-    return [
-        around(internals.KernelScheduling, "codegen_node_schedule_with_kernel", _note_uses, is_on),
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (internals.KernelScheduling, "codegen_node_schedule_with_kernel", _note_uses),
         # Reads an environment variable for every pattern at every node.
-        around(internals.pattern_matcher_module, "_should_debug_node", lambda plain, name: False, is_on),
+        (internals.pattern_matcher_module, "_should_debug_node", lambda plain, name: False),
         # For logs, and a cache that isn't used.
-        around(torch.fx.GraphModule, "print_readable", lambda plain, graph, *arguments, **options: "", is_on),
-        around(internals.compile_fx_module, "wrap_compiler_debug", _as_it_is, is_on),
-        around(internals.compile_fx_module, "with_fresh_cache_if_config", _fresh_caches, is_on),
-        around(scheduling, "codegen_comment", lambda plain, *arguments, **options: None, is_on),
+        (torch.fx.GraphModule, "print_readable", lambda plain, graph, *arguments, **options: ""),
+        (internals.compile_fx_module, "wrap_compiler_debug", _as_it_is),
+        (internals.compile_fx_module, "with_fresh_cache_if_config", _fresh_caches),
+        (scheduling, "codegen_comment", lambda plain, *arguments, **options: None),
     ]
+    # What a release hasn't needn't be left out.
+    return [around(owner, name, other, is_on) for owner, name, other in replaced if hasattr(owner, name)]
 
 
 def _as_it_is(plain: Callable[..., Any], compiler: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -72,6 +72,24 @@ def test_parameters_of_a_compiled_model_keep_their_names():
     assert named == {"inner.scale"}
 
 
+class Counting(nn.Module):
+    """Compiles what has nothing to compile, as a release does for which all code is such."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.count = torch.compile(lambda number: number + 1)
+
+    def forward(self, x):
+        return self.inner(x) * self.count(2)
+
+
+def test_a_compiler_that_makes_no_graph_is_said():
+    (note,) = traced(Counting()).notes
+
+    assert (note.code, "made no graph" in note.text) == (NOT_COMPILED, True)
+
+
 @pytest.mark.parametrize(("name", "is_compiled"), [("a100-40gb", True), ("t4", False)])
 def test_bfloat16_is_compiled_for_devices_that_have_it(name, is_compiled):
     step = trace.Step(torch.compile(Chain()), loss, torch.empty(ROWS, WIDTH), precision="amp-bf16")
