@@ -299,10 +299,11 @@ def test_parts_are_weighed_by_what_the_loss_is_a_mean_over():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_failures_leave_no_trace(seed):
-    # GIVEN failures that come to micro-batches of 4 in the first step, and failures in updates afterwards
+    # GIVEN failures that come to micro-batches of 4 in the first step, and failures in updates afterwards; where the
+    # loss is probed, both looks at its gradient fail, too
     failing = Library(Case("lstm"))
     schedule = Schedule(seed, 4, phases=("update",), rate=0.7)
-    schedule.faults[0] = [("forward", 5), ("backward", 3)]
+    schedule.faults[0] = [("forward", 5), *[("backward", 3)] * 3]
     failing.faults = Faults(schedule)
 
     # THEN the weights are those of a run that had micro-batches of 4 all along

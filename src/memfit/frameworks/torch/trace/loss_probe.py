@@ -353,6 +353,7 @@ class _Probe:
         mean = next((one for one in survivors if one.weighting.kind == "samples"), None)
         likeliest = best or mean
         if likeliest is not None and self._gradient_differs(likeliest, real):
+            self.found_nothing = True
             text = (
                 f"the loss may be {likeliest.describe()}, but its gradient isn't: a part of it is held constant, as "
                 f"where it is divided by its own value (loss / loss.detach()). {_WHAT_TO_DO}"
