@@ -11,11 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.allocator import LiveAllocator
 from memfit.core.device import Device, Kind, Origin
+from memfit.core.patching import replaced
 from memfit.core.replay import AllocatorOptions
 from memfit.core.units import GIB, MIB
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.libraries import cuda_replacements
-from memfit.frameworks.torch.shapes.patching import replaced
 
 T4 = Device(
     "t4",

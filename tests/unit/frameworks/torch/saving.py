@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
+from memfit.core.patching import Replacement, replaced
 from memfit.core.redirected_files import LAYER, RedirectedFiles, remove_made, unredirected
 from memfit.frameworks.torch.script.checkpoints import Checkpoints
 from memfit.frameworks.torch.shapes.device_labels import address_replacements
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
 GPU = torch.device("cuda", 0)
 

@@ -15,6 +15,7 @@ import torch
 
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
+from memfit.core.patching import replaced
 from memfit.core.settings import Settings
 from memfit.core.timeline import Category, Phase
 from memfit.core.trace import Trace
@@ -26,7 +27,6 @@ from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.random import random_replacements
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import META
 from memfit.frameworks.torch.shapes.stand_in import ShapeCopies, swapped, tensors_in

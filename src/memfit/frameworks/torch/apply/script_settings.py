@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement
 from memfit.core.settings import OptimizerKernels, Settings
 from memfit.frameworks.torch.apply.recomputation import recompute
-from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.tensor_types import AUTOCAST
 
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from memfit.allocator.live import LiveAllocator
 from memfit.core.device import Device
 from memfit.core.errors import BadInput
+from memfit.core.patching import Replacement, replaced
 from memfit.core.replay import AllocatorOptions
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.apply.tensor_memory import simulated
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.libraries import cuda_replacements
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.stand_in import tensors_in
 from memfit.frameworks.torch.simulation.distributed import distributed_replacements

@@ -19,6 +19,7 @@ import torch
 
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import NOT_COMPILED
+from memfit.core.patching import Replacement, around, in_owner, replaced
 from memfit.core.units import format_size
 from memfit.core.user_code import PACKAGE_FOLDER
 from memfit.frameworks.torch import internals
@@ -29,7 +30,7 @@ from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.kernels.convolution_layout import channels_last_format
 from memfit.frameworks.torch.shapes.interception import uninterrupted
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement, around, in_extension, in_owner, replaced
+from memfit.frameworks.torch.shapes.patching import in_extension
 from memfit.frameworks.torch.shapes.recorder import Recorder
 
 AUTOTUNING = "autotuning"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from memfit.core.patching import Replacement
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement
 
 _PREFIX = "memfit_kernel_"
 FUSED = "inductor.fused"

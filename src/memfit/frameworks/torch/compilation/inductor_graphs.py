@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.compilation.fused_kernels import FusedKernel, Kernels
 from memfit.frameworks.torch.shapes.interception import uninterrupted
 from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS, OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.recorder import Recorder
 
 POOL_STREAM = 1_000

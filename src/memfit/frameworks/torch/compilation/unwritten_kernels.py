@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement, around
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 
 def leaves_out(is_on: Callable[[], bool]) -> list[Replacement]:

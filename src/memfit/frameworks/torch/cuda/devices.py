@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from memfit.core.device import Device
+from memfit.core.patching import Replacement, in_owner
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, in_owner
+from memfit.frameworks.torch.shapes.patching import in_extension
 
 UNKNOWN_TOTAL_BYTES = 2**40
 """What a device without a known size says it has."""

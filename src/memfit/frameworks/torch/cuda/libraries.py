@@ -13,12 +13,13 @@ import torch
 from torch.autograd import ProfilerActivity as _Activity  # type: ignore[attr-defined]
 
 from memfit.allocator.live import LiveAllocator
+from memfit.core.patching import Replacement
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.memory import CudaMemory
 from memfit.frameworks.torch.cuda.random import random_replacements
 from memfit.frameworks.torch.cuda.streams import stream_replacements
 from memfit.frameworks.torch.shapes.device_labels import address_replacements
-from memfit.frameworks.torch.shapes.patching import Replacement, in_extension
+from memfit.frameworks.torch.shapes.patching import in_extension
 from memfit.frameworks.torch.shapes.tensor_types import type_replacements
 from memfit.frameworks.torch.shapes.unsimulated import compilation_replacements
 

@@ -13,9 +13,10 @@ import torch
 
 from memfit.allocator.live import LiveAllocator
 from memfit.core.device import Device
+from memfit.core.patching import Replacement, in_owner
 from memfit.core.units import GIB, KIB, MIB
 from memfit.frameworks.torch.cuda.devices import UNKNOWN_TOTAL_BYTES, CudaDevices
-from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, in_owner
+from memfit.frameworks.torch.shapes.patching import in_extension
 
 MEMORY_HISTORY = "memory-history"
 MEMORY_POOL = "memory-pool"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.cuda.devices import CudaDevices
-from memfit.frameworks.torch.shapes.patching import Replacement
 
 # CUDA's generator starts with this (c10::default_rng_seed_val).
 _DEFAULT_SEED = 67280421310721

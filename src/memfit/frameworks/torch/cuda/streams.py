@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement, in_owner
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.cuda.devices import CudaDevices
-from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, in_owner
+from memfit.frameworks.torch.shapes.patching import in_extension
 
 GRAPH_AS_EAGER = "graph-as-eager"
 # The time between any two events.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memfit.core import run_events
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
+from memfit.core.patching import Replacement, replaced
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 _log = logging.getLogger("memfit")

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from memfit.core.guarding import MemoryFailure
 from memfit.core.oom import clear_frames, recognise
+from memfit.core.patching import Replacement, replaced
 from memfit.frameworks.torch import internals, oom
 from memfit.frameworks.torch.guard.ranks import TrainingRanks
 from memfit.frameworks.torch.rescue.retry import rerun
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
 # Functions of `torch.distributed` that are counted; releases before 2.13 lack the `single` ones.
 _COLLECTIVES = (

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from memfit.core.device import Device
+from memfit.core.patching import Replacement, replaced
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.kernels.fallbacks import Report
 from memfit.frameworks.torch.shapes.device_labels import DeviceLabels
 from memfit.frameworks.torch.shapes.imports import on_import
-from memfit.frameworks.torch.shapes.patching import Replacement, in_extension, replaced
+from memfit.frameworks.torch.shapes.patching import in_extension
 from memfit.frameworks.torch.shapes.shapes import META, Operator, size_bytes
 
 LIBRARY = "bitsandbytes"

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed
 
+from memfit.core.patching import Replacement, around
 from memfit.core.redirected_files import AnyPath, Plain, RedirectedFiles, held_by_modules
 from memfit.core.units import MIB
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.script.shape_only import Place, ShapeOnly, as_shape, checked_device, is_shape_only
-from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 OVERWRITTEN = "file-overwritten"
 

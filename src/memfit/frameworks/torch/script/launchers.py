@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed
 
+from memfit.core.patching import Replacement
 from memfit.frameworks.torch.script.processes import environment
-from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.simulation import distributed
 
 ACCELERATE = "accelerate.utils.launch"

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from memfit.core.dryrun import Scan, ScannedLeaf
 from memfit.core.errors import BadBatch
+from memfit.core.patching import Replacement, around
 from memfit.frameworks.torch.apply.micro_batches import split
 from memfit.frameworks.torch.shapes.batch import common_first_dimension
-from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 _END = object()

@@ -25,12 +25,12 @@ from typing import Any
 
 from memfit.allocator.shared import SharedDevice
 from memfit.core import env
+from memfit.core.patching import Replacement, around
 from memfit.core.redirected_files import unredirected
 from memfit.core.user_code import INSTALLED_FOLDERS
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes import imports
 from memfit.frameworks.torch.shapes.origin import HIDDEN_FOLDERS
-from memfit.frameworks.torch.shapes.patching import Replacement, around
 
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 # Where code is that isn't the user's own: memfit's, Python's, a library's.

@@ -23,6 +23,7 @@ import torch
 from memfit.allocator.live import LiveAllocator
 from memfit.allocator.shared import SharedDevice
 from memfit.core.dryrun import DryRun, Outcome, ProgramFacts, Request, Scan
+from memfit.core.patching import Replacement, around
 from memfit.core.printing import printable, printable_traceback, without_own_frames
 from memfit.core.redirected_files import RedirectedFiles
 from memfit.core.settings import Settings
@@ -46,7 +47,6 @@ from memfit.frameworks.torch.script.shared_tensors import sharing
 from memfit.frameworks.torch.script.steps import EndOfRun
 from memfit.frameworks.torch.shapes import failures
 from memfit.frameworks.torch.shapes.imports import on_import
-from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.simulation import distributed
 
 # Devices that a process of the script may name, however many are simulated: one for each process.

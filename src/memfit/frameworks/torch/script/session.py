@@ -33,6 +33,7 @@ from memfit.core.estimate import (
     Note,
     at_most_notes,
 )
+from memfit.core.patching import Replacement, around, replaced
 from memfit.core.redirected_files import RedirectedFiles
 from memfit.core.settings import Settings
 from memfit.core.spread import spreads_of
@@ -50,7 +51,6 @@ from memfit.frameworks.torch.script.steps import StepCounter
 from memfit.frameworks.torch.shapes import interception, unsimulated
 from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.origin import OriginTracker, uncompiled_path
-from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
 from memfit.frameworks.torch.shapes.shapes import Known, tensors
 from memfit.frameworks.torch.shapes.stand_in import LargeWeights, parts_of, tensors_in

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
+from memfit.core.patching import Replacement, around
 from memfit.core.units import MIB
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement, around
 from memfit.frameworks.torch.shapes.shapes import META
 
 Place = Callable[[torch.Tensor, torch.device | None], torch.Tensor]

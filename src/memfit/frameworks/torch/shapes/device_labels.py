@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.shapes import ByStorage
 
 BARE = torch.device("meta")

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement, replaced
 from memfit.core.user_code import INSTALLED_FOLDERS, PACKAGE_FOLDER, SourceNames
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
 HIDDEN_FOLDERS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, PACKAGE_FOLDER)
 # Frames outside of a tracer belong to whoever asked for the trace, not to the step.

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.stand_in import map_tensors
 
 

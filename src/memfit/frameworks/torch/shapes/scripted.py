@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.core.patching import Replacement, in_owner
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement, in_owner
 
 SCRIPT_NOT_SAVED = "script-not-saved"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement, in_owner
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement, in_owner
 
 WEIGHTS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}

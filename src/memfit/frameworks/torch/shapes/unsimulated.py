@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.scripted import script_replacements
 
 EXTENSIONS = "torch.utils.cpp_extension"

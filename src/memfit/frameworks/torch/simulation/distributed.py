@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
+from memfit.core.patching import Replacement
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.cuda.devices import CudaDevices
-from memfit.frameworks.torch.shapes.patching import Replacement
 
 # As they are without a stand-in.
 _SPAWN: Callable[..., Any] = torch.multiprocessing.spawn  # type: ignore[attr-defined]

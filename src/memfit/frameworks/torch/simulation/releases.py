@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from memfit.core.patching import Replacement, around, replaced
 from memfit.core.stack import Stack
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.stack import keeps_4bit_input, keeps_8bit_copy, keeps_roots, uses_lists
 
 

@@ -18,6 +18,7 @@ import torch
 
 from memfit.core.device import Device, Kind
 from memfit.core.estimate import Note
+from memfit.core.patching import Replacement, around, replaced
 from memfit.core.timeline import Category
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
@@ -31,7 +32,6 @@ from memfit.frameworks.torch.shapes.device_labels import DeviceLabels
 from memfit.frameworks.torch.shapes.imports import on_import
 from memfit.frameworks.torch.shapes.interception import intercepting, switched_on
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import META
 from memfit.frameworks.torch.shapes.values import KnownValues

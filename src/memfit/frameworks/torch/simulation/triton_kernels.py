@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from memfit.core.device import Device
+from memfit.core.patching import Replacement, around, replaced
 from memfit.core.timeline import Category
 from memfit.core.units import MIB
 from memfit.frameworks.torch.cuda.devices import DeviceProperties
 from memfit.frameworks.torch.shapes.imports import on_import
-from memfit.frameworks.torch.shapes.patching import Replacement, around, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import tensors
 from memfit.frameworks.torch.simulation.stand_ins import Package

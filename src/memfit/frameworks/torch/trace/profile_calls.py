@@ -15,10 +15,10 @@ import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from memfit.core.patching import Replacement, replaced
 from memfit.core.timeline import Phase
 from memfit.frameworks.torch import internals
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.shapes.shapes import Behaviour, Known, Operator, behaviour, tensors
 from memfit.frameworks.torch.shapes.stand_in import tensors_in

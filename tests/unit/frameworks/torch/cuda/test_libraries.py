@@ -11,10 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import collect_env
 
 from memfit.allocator import LiveAllocator
+from memfit.core.patching import Replacement
 from memfit.core.replay import AllocatorOptions
 from memfit.frameworks.torch.cuda.devices import CudaDevices
 from memfit.frameworks.torch.cuda.libraries import cuda_replacements
-from memfit.frameworks.torch.shapes.patching import Replacement
 from tests.unit.frameworks.torch.machines import T4, Shapes, machine
 
 

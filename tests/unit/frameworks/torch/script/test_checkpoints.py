@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.core.patching import replaced
 from memfit.core.redirected_files import KEPT, REDIRECTED
 from memfit.frameworks.torch.script import checkpoints
 from memfit.frameworks.torch.script.checkpoints import OVERWRITTEN, Checkpoints
-from memfit.frameworks.torch.shapes.patching import replaced
 from tests.unit.frameworks.torch.saving import Places, dry_run, really, simulated
 
 THE_USERS = b"the user's"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from memfit.core.patching import replaced
 from memfit.frameworks.torch.script.loaders import Arrivals, Loaders, arrays_in
-from memfit.frameworks.torch.shapes.patching import replaced
 
 LENGTHS = [3, 5, 2, 9, 4, 1]
 

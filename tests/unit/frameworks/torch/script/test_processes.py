@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from memfit.catalogue import find_device
 from memfit.core.dryrun import DryRun, Outcome, Request
+from memfit.core.patching import replaced
 from memfit.frameworks.torch.script import processes as module
 from memfit.frameworks.torch.script.processes import NOT_SIMULATED, ExitFunctions, Processes
-from memfit.frameworks.torch.shapes.patching import replaced
 from memfit.processes.launch import run_child
 
 

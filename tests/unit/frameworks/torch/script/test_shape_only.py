@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.core.patching import Replacement, replaced
 from memfit.frameworks.torch.script.shape_only import ShapeOnly, as_shape, checked_device, is_shape_only
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 from tests.unit.frameworks.torch.saving import GPU, Places, Shown, really, simulated
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.core.patching import Replacement, replaced
 from memfit.frameworks.torch.script.steps import EndOfRun, StepCounter, call_before_updates
-from memfit.frameworks.torch.shapes.patching import Replacement, replaced
 
 
 @pytest.fixture

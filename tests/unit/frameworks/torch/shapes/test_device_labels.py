@@ -5,8 +5,8 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from memfit.core.patching import replaced
 from memfit.frameworks.torch.shapes.device_labels import BARE, DeviceLabels, address_replacements
-from memfit.frameworks.torch.shapes.patching import replaced
 from tests.unit.frameworks.torch.machines import machine
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -1,5 +1,6 @@
+from memfit.core.patching import replaced
 from memfit.frameworks.torch import internals
-from memfit.frameworks.torch.shapes.patching import in_extension, replaced
+from memfit.frameworks.torch.shapes.patching import in_extension
 
 
 def test_functions_of_the_extension_are_there_while_it_lasts():

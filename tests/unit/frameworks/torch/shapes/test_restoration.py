@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import memfit
+from memfit.core.patching import replaced
 from memfit.frameworks.torch.shapes import unsimulated
-from memfit.frameworks.torch.shapes.patching import replaced
 from memfit.frameworks.torch.shapes.restoration import Restoration, random_states_kept
 from memfit.frameworks.torch.simulation import simulation
 from tests.unit.frameworks.torch.sessions import really, visiting

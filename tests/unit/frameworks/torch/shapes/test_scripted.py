@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.frameworks.torch.shapes.patching import replaced
+from memfit.core.patching import replaced
 from memfit.frameworks.torch.shapes.scripted import SCRIPT_NOT_SAVED, compiled, script_replacements
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.core.patching import replaced
 from memfit.frameworks.torch.shapes import unsimulated
-from memfit.frameworks.torch.shapes.patching import replaced
 from memfit.frameworks.torch.shapes.unsimulated import (
     COMPILED_AS_EAGER,
     compilation_replacements,

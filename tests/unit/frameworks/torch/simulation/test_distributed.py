@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from memfit.core.patching import replaced
 from memfit.core.timeline import Category, Phase
-from memfit.frameworks.torch.shapes.patching import replaced
 from memfit.frameworks.torch.simulation.distributed import distributed_replacements, environment
 from tests.unit.frameworks.torch.sessions import codes, made, phases, running, timeline
 

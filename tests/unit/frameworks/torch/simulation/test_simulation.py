@@ -8,11 +8,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from memfit.core.estimate import Note
+from memfit.core.patching import Replacement
 from memfit.core.timeline import Category
 from memfit.frameworks.torch.kernels import fallbacks
 from memfit.frameworks.torch.shapes import interception
 from memfit.frameworks.torch.shapes.origin import OriginTracker
-from memfit.frameworks.torch.shapes.patching import Replacement
 from memfit.frameworks.torch.shapes.recorder import Recorder
 from memfit.frameworks.torch.simulation.simulation import (
     Notes,
